@@ -24,7 +24,7 @@ from mcore_ckpt.core.boxes import Box, intersect
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.format.item import tensor_template
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 from mcore_ckpt.storage.direct_io import address, aligned_buffer, copy_bytes
 

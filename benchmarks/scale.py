@@ -214,7 +214,7 @@ def _read(folder: Path, job: Job, rank: int) -> tuple[float, float]:
     import torch
 
     from mcore_ckpt.dcp.reader import FileSystemReader
-    from mcore_ckpt.load.policy import ReadPolicy
+    from mcore_ckpt.load.ranges import ReadPolicy
     from mcore_ckpt.load.requests import LoadPlan, ReadRequest
 
     specs = job.specs(rank)

@@ -15,9 +15,8 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from mcore_ckpt.core.fingerprints import StateFingerprint
-    from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
-    from mcore_ckpt.dcp.reader import FileSystemReader
-    from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+    from mcore_ckpt.dcp.reader import FileSystemReader, MCoreLoadPlanner
+    from mcore_ckpt.dcp.writer import FileSystemWriterAsync, MCoreSavePlanner
     from mcore_ckpt.directory.retention import PruneReport, prune_run
     from mcore_ckpt.megatron.certificate import Certificate, certify
     from mcore_ckpt.megatron.install import install, uninstall
@@ -42,10 +41,9 @@ __version__ = "0.1.0"
 
 _NAMES_OF = {
     "core.fingerprints": "StateFingerprint",
-    "dcp.planners": "MCoreLoadPlanner MCoreSavePlanner",
-    "dcp.writer": "FileSystemWriterAsync",
+    "dcp.reader": "FileSystemReader MCoreLoadPlanner",
+    "dcp.writer": "FileSystemWriterAsync MCoreSavePlanner",
     "directory.retention": "PruneReport prune_run",
-    "dcp.reader": "FileSystemReader",
     "megatron.certificate": "Certificate certify",
     "megatron.install": "install uninstall",
     "megatron.optimizer_state": "load_sharded_optimizer_state",

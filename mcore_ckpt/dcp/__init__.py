@@ -4,5 +4,5 @@ In: DCP's plans, write items and state dicts.
 Out: planners, a storage writer and a storage reader that `dcp.save` and `dcp.load` take.
 Must not know: Megatron-Core, though its own writer and planners have the same methods.
 
-With torch: planners, reader, writer.
+With torch: reader, writer.
 """

@@ -1,7 +1,7 @@
-"""`FileSystemReader`: DCP's `StorageReader` in front of this package's reader.
+"""Loads by DCP: `FileSystemReader`, its `StorageReader` in front of this package's reader; and `MCoreLoadPlanner`.
 
 So `dcp.load(state_dict, storage_reader=FileSystemReader(path))` works, with any planner: the default one's destinations
-are filled in place, those of others some at a time.
+are filled in place, those of others some at a time. `MCoreLoadPlanner` is DCP's own, which checks more.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 import operator
 import os
 import uuid
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -19,24 +20,26 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint import planner as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mcore_ckpt.core.boxes import Box, covers
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError
+from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import collector_paused, run_concurrently
 from mcore_ckpt.core.ranks import without_modes
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name
-from mcore_ckpt.format.safe_pickle import ANY_CLASS
+from mcore_ckpt.format.safe_pickle import ANY_CLASS, load_object
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader
-from mcore_ckpt.load.records import check_apart, of_one_save, replaced_error
-from mcore_ckpt.load.requests import ReadRequest, check_planned, stored_dtype, tensor_entry
+from mcore_ckpt.load.records import check_apart, missing_key, of_one_save, replaced_error
+from mcore_ckpt.load.requests import ReadRequest, check_dtype, stored_dtype, tensor_entry
+from mcore_ckpt.state.shards import global_shape, local_chunks
 from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 
 # Bytes of destinations for which a planner makes buffers at once.
@@ -138,7 +141,8 @@ class FileSystemReader(CheckpointReader, StorageReader):
             CorruptCheckpointError: it does not say where things lie.
         """
         index = self._index
-        if index is None or metadata is not self._metadata or not _has_keys_of(metadata, index):
+        keys = metadata.state_dict_metadata.keys()  # a caller may have renamed, added or removed some
+        if index is None or metadata is not self._metadata or keys != {*index.tensors, *index.objects}:
             index = from_dcp_metadata(metadata, self.path)
             check_apart(index)
             self.read_by(index, self._storage.version(index_name(self._rank)))
@@ -146,16 +150,13 @@ class FileSystemReader(CheckpointReader, StorageReader):
         self._begin_load()
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """The plan, with the save that it is of."""
-        return replace(plan, storage_data=self._save())
-
-    def _save(self) -> str:
-        """The id of the save that the index in force is of; empty if it has none, or is of this rank alone."""
-        if self._rank is not None:
-            return ""
-        if self.index.manifest is not None:
-            return shown_id(self.index.manifest.save_id)
-        return str((self.index.storage_meta or {}).get("save_id") or "")
+        """The plan, with the id of the save that the index in force is of; empty if it has none, or is of one rank."""
+        save = ""
+        if self._rank is None and self.index.manifest is not None:
+            save = shown_id(self.index.manifest.save_id)
+        elif self._rank is None:
+            save = str((self.index.storage_meta or {}).get("save_id") or "")
+        return replace(plan, storage_data=save)
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """The plans.
@@ -192,7 +193,7 @@ class FileSystemReader(CheckpointReader, StorageReader):
     def _read_data(self, plan: dcp.LoadPlan, planner: LoadPlanner) -> None:
         if _is_default(planner, "create_local_plan", "create_global_plan", "finish_plan"):
             where = f"{self.path}" if self._rank is None else f"{self.path} of rank {self._rank}"
-            check_planned(plan.items, planner.state_dict, self.index.tensors, where)
+            _check_planned(plan.items, planner.state_dict, self.index.tensors, where)
         objects: dict[str, list[ReadItem]] = {}
         tensors: list[ReadItem] = []
         for read_item in plan.items:
@@ -200,7 +201,10 @@ class FileSystemReader(CheckpointReader, StorageReader):
                 objects.setdefault(read_item.storage_index.fqn, []).append(read_item)
             else:
                 tensors.append(read_item)
-        self._hand_over_objects(objects, planner)
+        for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
+            given = content if ANY_CLASS in self.options.allowed_classes else self._pickled_again(entry.fqn, content)
+            for read_item in objects[entry.fqn]:
+                planner.load_bytes(read_item, io.BytesIO(given))
         # A planner may make a buffer for each destination and keep it until the commit (to dequantize from, say): those
         # of a few items at a time must do.
         in_place = _is_default(planner, "resolve_tensor", "transform_tensor", "commit_tensor")
@@ -242,12 +246,6 @@ class FileSystemReader(CheckpointReader, StorageReader):
             )
         self._covered.add(entry.fqn)
 
-    def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
-        for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
-            given = content if ANY_CLASS in self.options.allowed_classes else self._pickled_again(entry.fqn, content)
-            for read_item in objects[entry.fqn]:
-                planner.load_bytes(read_item, io.BytesIO(given))
-
     def _pickled_again(self, fqn: str, content: bytes) -> bytes:
         """An object in bytes of our own, for a planner that unpickles without restraint, as DCP's does: torch reads the
         stored bytes in other ways (the archive at the other end), so what was checked need not be what it finds.
@@ -268,9 +266,24 @@ class FileSystemReader(CheckpointReader, StorageReader):
         return math.prod(read_item.lengths) * stored_dtype(entry).itemsize
 
 
-def _has_keys_of(metadata: Metadata, index: CheckpointIndex) -> bool:
-    """Whether nobody has renamed, added or removed keys of the metadata that were made of an index."""
-    return metadata.state_dict_metadata.keys() == {*index.tensors, *index.objects}
+def _check_planned(
+    items: Iterable[ReadItem], state_dict: Mapping[str, Any], stored: Container[str], where: str
+) -> None:
+    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors of a flat state dict. DCP plans the
+    overlaps that it finds, and leaves the rest of a tensor as it was, without a word.
+    """
+    planned: Counter[str] = Counter()
+    for item in items:
+        planned[item.storage_index.fqn] += math.prod(item.lengths)
+    for key, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and key in stored:
+            elems = sum(math.prod(chunk.sizes) for chunk in local_chunks(value))
+            if planned[key] != elems:
+                raise CorruptCheckpointError(
+                    f"{key}: {elems} stored elements are requested, the chunks in {where} hold {planned[key]} of "
+                    "them: the save did not finish or its index is damaged (load an earlier checkpoint), or it holds "
+                    "the part of one rank alone (load under the layout of the save)"
+                )
 
 
 def _is_default(planner: LoadPlanner, *methods: str) -> TypeGuard[DefaultLoadPlanner]:
@@ -279,3 +292,65 @@ def _is_default(planner: LoadPlanner, *methods: str) -> TypeGuard[DefaultLoadPla
     return isinstance(planner, DefaultLoadPlanner) and all(
         getattr(kind, name) is getattr(DefaultLoadPlanner, name) for name in methods
     )
+
+
+class MCoreLoadPlanner(DefaultLoadPlanner):
+    """Plans a load as DCP's default planner does, and checks key, kind, global shape and dtype of what is asked for.
+
+    Args:
+        options: `LoadOptions`; `on_dtype_mismatch` and `allowed_classes` matter here.
+        **default_options: `flatten_state_dict`, `flatten_sharded_tensors`, `allow_partial_load` of DCP's planner.
+    """
+
+    def __init__(self, *, options: LoadOptions | None = None, **default_options: Any) -> None:
+        super().__init__(**default_options)
+        self._options = LoadOptions.from_environment() if options is None else options
+
+    @collector_paused()
+    @without_modes()
+    def create_local_plan(self) -> dcp.LoadPlan:
+        """Read items for this rank.
+
+        Raises:
+            MissingKeyError: a key is not in the checkpoint (and `allow_partial_load` is off).
+            KindMismatchError, ShapeMismatchError, DtypeMismatchError: it is stored as something else.
+            CorruptCheckpointError: the stored chunks do not hold all that is requested.
+        """
+        assert self.metadata is not None  # DCP sets the planner up with it
+        stored = self.metadata.state_dict_metadata
+        for key, value in self.state_dict.items():
+            if key in stored:
+                self._check(key, value, stored[key])
+            elif not self.allow_partial_load:
+                raise missing_key(key, "the checkpoint", stored)
+        plan = super().create_local_plan()
+        _check_planned(plan.items, self.state_dict, stored, "the checkpoint")
+        return plan
+
+    def _check(self, key: str, value: Any, stored: Any) -> None:
+        is_tensor = isinstance(stored, TensorStorageMetadata)
+        if isinstance(value, torch.Tensor):
+            if not is_tensor:
+                raise KindMismatchError(f"{key}: a tensor is requested, the checkpoint holds an object under this key")
+            if tuple(stored.size) != global_shape(value):
+                raise ShapeMismatchError(
+                    f"{key}: the checkpoint holds global shape {tuple(stored.size)}, the model expects "
+                    f"{global_shape(value)}"
+                )
+            policy = self._options.on_dtype_mismatch
+            check_dtype(key, "the checkpoint", stored.properties.dtype, value.dtype, policy)
+        elif is_tensor and not (hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")):
+            raise KindMismatchError(f"{key}: the checkpoint holds a tensor, the state dict a {type(value).__name__}")
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a stored object where it belongs; its pickle goes through the allow-list.
+
+        Raises:
+            UnsafePickleError: the object contains a class outside the allow-list.
+        """
+        key = read_item.dest_index.fqn
+        loaded = load_object(value.read(), self._options.allowed_classes, where=key)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[key], loaded)
+        else:
+            self.state_dict[key] = loaded

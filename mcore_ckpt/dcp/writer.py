@@ -8,6 +8,8 @@ It serves `dcp.save(state_dict, storage_writer=...)` and `dcp.async_save`, and c
 same name: for that code there are `get_save_function_and_args`, `preload_tensors`, `write_preloaded_data` and
 `retrieve_write_results`, whose buckets hold DCP's write items (`ItemBucket`). They become the columns and the
 `WriteBucket`s that the strategies make, and are written by the same `write_preloaded_data`.
+
+`MCoreSavePlanner` is DCP's default planner, which checks that the chunks make up each tensor.
 """
 
 from __future__ import annotations
@@ -32,14 +34,22 @@ from traceback import StackSummary, extract_tb
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from mcore_ckpt.core.errors import OptionError, SaveError
+from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
 from mcore_ckpt.core.fingerprints import part_of_run
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.ranks import without_modes
@@ -55,6 +65,47 @@ from mcore_ckpt.state.shards import carry_layout
 from mcore_ckpt.state.torch_classes import ItemSums, check_memory, dtype_name, encoded_metadata, storage_meta
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
+
+
+class MCoreSavePlanner(DefaultSavePlanner):
+    """Plans a save as DCP's default planner does, and checks that the chunks make up each tensor.
+
+    Args:
+        dedup_replicated_tensors: accepted for Megatron's sake; replicas are never written twice.
+        can_run_decentralized_global_plan: accepted for Megatron's sake; the coordinator plans.
+        options: as in DCP's default planner.
+    """
+
+    def __init__(
+        self,
+        *,
+        dedup_replicated_tensors: bool | None = None,
+        can_run_decentralized_global_plan: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+
+    @without_modes()
+    def create_local_plan(self) -> SavePlan:
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The coordinator's part: deduplicate what is replicated, and check that the chunks make up each tensor.
+
+        Raises:
+            PlanError: a chunk is planned twice, is missing, or lies outside its tensor; names the key.
+        """
+        try:
+            plans, metadata = super().create_global_plan(all_plans)
+        except (ValueError, AssertionError) as error:
+            raise PlanError(f"the ranks' plans do not fit together: {error}") from error
+        for key, stored in metadata.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+                problem = covers(tuple(stored.size), boxes)
+                if problem:
+                    raise PlanError(f"{key}: {problem}")
+        return plans, metadata
 
 
 def _refuse(extensions: Iterable[Any]) -> None:
@@ -295,20 +346,32 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.results_queue = ResultFile() if self.write_buckets else None
 
     def _prepared(self, plan: SavePlan, planner: SavePlanner) -> list[ItemBucket]:
+        """The plan's items in at most `thread_count` balanced buckets, or one for each, with their data."""
         prefix = plan.storage_data
         # A planner that caches plans puts back that of an earlier save: then the names carry an id of this rank's own.
         if not isinstance(prefix, DataFilePrefix) or prefix.is_used:
             prefix = DataFilePrefix(prefix.prefix, self._save.save_id)
         prefix.is_used = True
-        return prepare_buckets(
-            self._save.path,
-            plan.items,
-            planner.resolve_data,
-            prefix,
-            thread_count=self.options.thread_count,
-            separation_hint=self.separation_hint,
-            one_item_per_file=not self.single_file_per_rank,
-        )
+        chosen: list[tuple[str, list[int]]]
+        if not self.single_file_per_rank:
+            chosen = [("", [index]) for index in range(len(plan.items))]
+        else:
+            keys, sizes = [item.index.fqn for item in plan.items], [_item_bytes(item) for item in plan.items]
+            chosen = split_buckets(keys, sizes, self.options.thread_count, self.separation_hint)
+        resolve: Callable[[WriteItem], Any] = planner.resolve_data
+        buckets = []
+        for number, (hint, indices) in enumerate(chosen):
+            name = with_id(f"{hint}{prefix.prefix}{number}{DATA_SUFFIX}", prefix.save_id)
+            data = BucketData([], [])
+            for item in map(plan.items.__getitem__, indices):
+                if item.type == WriteItemType.BYTE_IO:
+                    data.bytes_data.append((item, resolve(item)))
+                else:
+                    tensor = resolve(item).detach()
+                    check_memory(tensor, partial(_where, item))
+                    data.tensor_data.append((item, tensor))
+            buckets.append(ItemBucket.of(str(self._save.path / name), name, *data, prefix.save_id))
+        return buckets
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -482,9 +545,9 @@ def _files_and_sums(
 ) -> tuple[dict[str, ManifestFile], dict[tuple[str, int], ItemSums]]:
     """The files of a save, and the checksums of the items that this package wrote, by file and offset."""
     found = {
-        (result.storage_data.relative_path, result.storage_data.offset): sums
+        (result.storage_data.relative_path, result.storage_data.offset): result.sums
         for result in written
-        if (sums := sums_of(result)) is not None
+        if isinstance(result, _SummedResult) and result.sums is not None
     }
     files = {file: sums.file for (file, _), sums in sorted(found.items(), key=lambda pair: pair[0])}
     if target.common_sum is not None:  # the common state that was written ahead of the save
@@ -564,11 +627,6 @@ class _SummedResult(WriteResult):
     sums: ItemSums | None = None
 
 
-def sums_of(result: WriteResult) -> ItemSums | None:
-    """The checksums of a written item; None if another writer wrote it."""
-    return result.sums if isinstance(result, _SummedResult) else None
-
-
 class ResultFile:
     """Memory where a writer, in this process or a forked one, leaves its results: it needs no thread here."""
 
@@ -596,41 +654,6 @@ def _item_bytes(item: WriteItem) -> int:
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def prepare_buckets(
-    directory: Path,
-    items: Sequence[WriteItem],
-    resolve_data: Callable[[WriteItem], Any],
-    prefix: DataFilePrefix,
-    *,
-    thread_count: int,
-    separation_hint: str | None,
-    one_item_per_file: bool,
-) -> list[ItemBucket]:
-    """Sort a rank's write items into at most `thread_count` balanced buckets, or one for each item, and fetch their
-    data by the planner's `resolve_data`.
-    """
-    chosen: list[tuple[str, list[int]]]
-    if one_item_per_file:
-        chosen = [("", [index]) for index in range(len(items))]
-    else:
-        keys = [item.index.fqn for item in items]
-        chosen = split_buckets(keys, [_item_bytes(item) for item in items], thread_count, separation_hint)
-    buckets = []
-    for number, (hint, indices) in enumerate(chosen):
-        name = with_id(f"{hint}{prefix.prefix}{number}{DATA_SUFFIX}", prefix.save_id)
-        data = BucketData([], [])
-        for index in indices:
-            item = items[index]
-            if item.type == WriteItemType.BYTE_IO:
-                data.bytes_data.append((item, resolve_data(item)))
-            else:
-                tensor = resolve_data(item).detach()
-                check_memory(tensor, partial(_where, item))
-                data.tensor_data.append((item, tensor))
-        buckets.append(ItemBucket.of(str(directory / name), name, *data, prefix.save_id))
-    return buckets
-
-
 def _where(item: WriteItem) -> str:
     return item.index.fqn if item.index.offset is None else f"{item.index.fqn} at offset {tuple(item.index.offset)}"
 
@@ -642,53 +665,40 @@ def write_buckets(buckets: Sequence[ItemBucket], options: SaveOptions) -> list[l
     if not buckets:
         return []
     storage = storage_at(Path(buckets[0].path).parent).within(options.write_deadline_s)
-    prepared = [_to_write(bucket) for bucket in buckets]
-    written = write_in_process(storage, [to_write for to_write, _ in prepared], options)
-    return [
-        _with_sums(results, bucket.save_id, file, to_write.layout.specs)
-        for bucket, (to_write, results), file in zip(buckets, prepared, written, strict=True)
-    ]
+    to_write = [_to_write(bucket) for bucket in buckets]
+    return list(map(_results, buckets, to_write, write_in_process(storage, to_write, options)))
 
 
-def _with_sums(
-    results: Sequence[WriteResult], save_id: bytes, written: WrittenFile, specs: Sequence[TensorSpec]
-) -> list[WriteResult]:
-    """The results of a file's items, with their checksums, and what its tensors add to fingerprints."""
-    file = ManifestFile(written.size_bytes, written.table_crc32, save_id)
+def _to_write(bucket: ItemBucket) -> WriteBucket:
+    """The bucket without DCP's items."""
+    name, blobs = Path(bucket.path).name, [memoryview(data.getvalue()) for _, data in bucket.data.bytes_data]
+    keys = [item.index.fqn for item, _ in bucket.data.bytes_data]
+    for key, blob in zip(keys, blobs, strict=True):
+        warn_of_refused(key, blob)
+    specs = [_spec(item, tensor) for item, tensor in bucket.data.tensor_data]
+    layout, _ = lay_out_file(name, specs, keys, list(map(len, blobs)))
+    # Pending conjugation and negation are carried out in what is written.
+    tensors = [tensor.detach().resolve_conj().resolve_neg() for _, tensor in bucket.data.tensor_data]
+    return fill_bucket(layout, name, bucket.save_id, blobs, tensors)
+
+
+def _results(bucket: ItemBucket, to_write: WriteBucket, written: WrittenFile) -> list[WriteResult]:
+    """The results of a file's items, objects first, with their checksums, and what its tensors add to fingerprints."""
+    layout, file = to_write.layout, ManifestFile(written.size_bytes, written.table_crc32, bucket.save_id)
     counts = dict(zip(written.long_payloads, written.inner_blocks, strict=True))
     ends = list(accumulate((counts.get(n, 0) for n in range(len(written.crcs))), initial=0))
     blocks = [written.blocks[a:b] for a, b in pairwise(ends)] if counts else [array("I")] * len(written.crcs)
     sums = [ItemSums(file, crc, array("I")) for crc in written.object_crcs]
     strided = dict(written.parts)
     for number, (crc, running) in enumerate(zip(written.crcs, blocks, strict=True)):
-        part = strided[number] if number in strided else part_of_run(crc, specs[number].stretch())
+        part = strided[number] if number in strided else part_of_run(crc, layout.specs[number].stretch())
         sums.append(ItemSums(file, crc, running, part))
+    offsets = [*to_write.offsets, *layout.item_offsets]
+    lengths = [*map(len, to_write.bytes_data), *(template.item_bytes for template in layout.templates)]
+    items = (item for half in bucket.data for item, _ in half)
     return [
-        _SummedResult(result.index, result.size_in_bytes, result.storage_data, item)
-        for result, item in zip(results, sums, strict=True)
-    ]
-
-
-def _to_write(bucket: ItemBucket) -> tuple[WriteBucket, list[WriteResult]]:
-    """The bucket without DCP's items, and the results of all its items when it is written."""
-    name = Path(bucket.path).name
-    blobs = [(item, memoryview(data.getvalue())) for item, data in bucket.data.bytes_data]
-    for item, blob in blobs:
-        warn_of_refused(item.index.fqn, blob)
-    specs = [_spec(item, tensor) for item, tensor in bucket.data.tensor_data]
-    layout, _ = lay_out_file(name, specs, [item.index.fqn for item, _ in blobs], [len(blob) for _, blob in blobs])
-    tensors = [_plain(tensor) for _, tensor in bucket.data.tensor_data]
-    to_write = fill_bucket(layout, name, bucket.save_id, [blob for _, blob in blobs], tensors)
-    places = [(item, offset, len(blob)) for (item, blob), offset in zip(blobs, to_write.offsets, strict=True)]
-    places += [
-        (item, offset, template.item_bytes)
-        for (item, _), template, offset in zip(
-            bucket.data.tensor_data, layout.templates, layout.item_offsets, strict=True
-        )
-    ]
-    return to_write, [
-        WriteResult(item.index, length, _StorageInfo(bucket.storage_key, offset, length))
-        for item, offset, length in places
+        _SummedResult(item.index, length, _StorageInfo(bucket.storage_key, offset, length), own)
+        for item, offset, length, own in zip(items, offsets, lengths, sums, strict=True)
     ]
 
 
@@ -696,11 +706,6 @@ def _spec(item: WriteItem, tensor: torch.Tensor) -> TensorSpec:
     data, sizes = item.tensor_data, tuple(tensor.shape)
     shape, offsets = (sizes, (0,) * len(sizes)) if data is None else (tuple(data.size), tuple(data.chunk.offsets))
     return TensorSpec(item.index.fqn, dtype_name(tensor.dtype), shape, offsets, sizes, tensor.nbytes)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values as they are in memory: pending conjugation and negation carried out."""
-    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def save_buckets(

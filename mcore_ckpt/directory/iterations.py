@@ -54,8 +54,8 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.format.safe_pickle import archive_of
 from mcore_ckpt.format.state_file import read_plain
+from mcore_ckpt.format.zip_records import archive_of
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 

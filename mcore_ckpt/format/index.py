@@ -13,12 +13,14 @@ import json
 import math
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, islice, repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
+from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.format.integrity import NO_FINGERPRINT, Columns, Manifest, Section, column_bytes, deflated, text_bytes
 
@@ -43,6 +45,63 @@ class StoredChunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     item: StoredItem
+
+
+class _Boxed(Protocol):
+    """Something that is a box of a tensor, as a `StoredChunk` is."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First element."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape, in elements."""
+
+
+_B = TypeVar("_B", bound=_Boxed)
+# Up to here a look at every chunk of a tensor is cheaper than an order of them.
+_FEW_CHUNKS: Final = 8
+
+
+class ChunkLookup(Generic[_B]):
+    """The chunks of one tensor near a slice. Many are sorted along the axis in which they differ most: of a regular
+    grid of n along one axis, which is what sharding makes, O(log n) are looked at.
+    """
+
+    def __init__(self, chunks: Sequence[_B]) -> None:
+        self._chunks = chunks
+        self._starts: list[int] | None = None
+        if len(chunks) > _FEW_CHUNKS:
+            axes = range(len(chunks[0].offsets))
+            self._axis = axis = max(axes, key=lambda axis: len({chunk.offsets[axis] for chunk in chunks}), default=0)
+            self._chunks = sorted(chunks, key=lambda chunk: chunk.offsets[axis])
+            self._starts = [chunk.offsets[axis] for chunk in self._chunks]
+            self._longest = max(chunk.sizes[axis] for chunk in chunks)
+
+    def near(self, box: Box) -> Sequence[_B]:
+        """The chunks that may overlap a slice, and few others."""
+        if self._starts is None:
+            return self._chunks
+        start = box.offsets[self._axis]
+        first = bisect_left(self._starts, start - self._longest + 1)
+        return self._chunks[first : bisect_left(self._starts, start + box.sizes[self._axis])]
+
+    def only(self, box: Box) -> _B | None:
+        """The chunk that is just this slice, if no other one overlaps it."""
+        found = None
+        for chunk in self.near(box):
+            if chunk.offsets == box.offsets and chunk.sizes == box.sizes:
+                if found is not None:
+                    return None
+                found = chunk
+                continue
+            for start, size, other, other_size in zip(*box, chunk.offsets, chunk.sizes):  # noqa: B905 (a speed matter)
+                if start + size <= other or other + other_size <= start:
+                    break
+            else:
+                return None
+        return found
 
 
 class TensorEntry(NamedTuple):
@@ -562,8 +621,13 @@ _IDS: Final = ("checkpoint_id", "save_id", "load_id")
 
 def named_blocks(manifest: Manifest, item_at: Callable[[int], StoredItem]) -> dict[tuple[str, int], array[int]]:
     """The cumulative CRCs of a manifest by place; `item_at`: an item by its number."""
-    items = ((item_at(number), sums) for number, sums in manifest.running())
-    return {(item.file, item.offset): sums for item, sums in items}
+    found: dict[tuple[str, int], array[int]] = {}
+    at = 0
+    for number, count in zip(manifest.block_items, manifest.block_counts, strict=True):
+        item = item_at(number)
+        found[item.file, item.offset] = manifest.blocks[at : at + count]
+        at += count
+    return found
 
 
 def transforms_error(where: str, fqn: str, transforms: str) -> LoadError:

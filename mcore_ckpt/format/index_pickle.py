@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterable
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format.index import (
@@ -38,60 +38,21 @@ from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES, WrongArgumentsError, ch
 from mcore_ckpt.format.unpickler import NotUnderstoodError, ReadOnly, as_read_errors, check_opcodes
 
 
-class MetadataState(metaclass=ReadOnly):
-    """`Metadata`; Megatron's `MCoreMetadata`."""
-
-    state_dict_metadata: Any = None
-    planner_data: Any = None
-    storage_data: Any = None
-    storage_meta: Any = None
-    version: Any = None
-    mcore_data: Any = None
+def _stand_in(name: str, attributes: str = "") -> Any:
+    """A class in the place of one of torch's or Megatron's; its attributes are None where a pickle sets none."""
+    return ReadOnly(name, (), dict.fromkeys(attributes.split()))
 
 
-class IndexState(metaclass=ReadOnly):
-    """`MetadataIndex`. Hashed by identity: cheaper than by value, and a hostile value cannot make it slow."""
-
-    fqn: Any = None
-    offset: Any = None
-    index: Any = None
-
-
-class TensorEntryState(metaclass=ReadOnly):
-    """`TensorStorageMetadata`."""
-
-    properties: Any = None
-    size: Any = None
-    chunks: Any = None
-
-
-class BytesEntryState(metaclass=ReadOnly):
-    """`BytesStorageMetadata`."""
-
-
-class ChunkState(metaclass=ReadOnly):
-    """`ChunkStorageMetadata`."""
-
-    offsets: Any = None
-    sizes: Any = None
-
-
-class StorageInfoState(metaclass=ReadOnly):
-    """`_StorageInfo`; `transform_descriptors` came with torch 2.7, and None is left out of the state since."""
-
-    relative_path: Any = None
-    offset: Any = None
-    length: Any = None
-    transform_descriptors: Any = None
-
-
-class StorageMetaState(metaclass=ReadOnly):
-    """`StorageMeta`."""
-
-    checkpoint_id: Any = None
-    save_id: Any = None
-    load_id: Any = None
-    modules: Any = None
+# Megatron's `MCoreMetadata`, too.
+MetadataState = _stand_in("Metadata", "state_dict_metadata planner_data storage_data storage_meta version mcore_data")
+# Hashed by identity: cheaper than by value, and a hostile value cannot make it slow.
+IndexState = _stand_in("MetadataIndex", "fqn offset index")
+TensorEntryState = _stand_in("TensorStorageMetadata", "properties size chunks")
+BytesEntryState = _stand_in("BytesStorageMetadata")
+ChunkState = _stand_in("ChunkStorageMetadata", "offsets sizes")
+# The last came with torch 2.7, and None is left out of the state since.
+StorageInfoState = _stand_in("_StorageInfo", "relative_path offset length transform_descriptors")
+StorageMetaState = _stand_in("StorageMeta", "checkpoint_id save_id load_id modules")
 
 
 class PropertiesState(metaclass=ReadOnly):
@@ -283,11 +244,8 @@ def _is_newer(module: str, name: str) -> bool:
     """Whether a later torch or Megatron-Core may write that name; one character off a known name is damage."""
     if not (_DTYPE.fullmatch(name) if module == "torch" else _HOMES.fullmatch(module) and _CLASS.fullmatch(name)):
         return False
-    return not any(_differ_in_one(f"{module}.{name}", ".".join(other)) for other in ALLOWED_GLOBALS)
-
-
-def _differ_in_one(text: str, other: str) -> bool:
-    return len(text) == len(other) and sum(map(operator.ne, text, other)) == 1
+    text, known = f"{module}.{name}", map(".".join, ALLOWED_GLOBALS)
+    return not any(len(text) == len(other) and sum(map(operator.ne, text, other)) == 1 for other in known)
 
 
 _DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
@@ -298,7 +256,7 @@ _ZEROS = tuple((0,) * dimensions for dimensions in range(MAX_AXES + 1))
 _PLANS_KEY = b"\x8c\x0fall_local_plans\x94"
 
 
-def _metadata_of(data: bytes, file: str) -> MetadataState:
+def _metadata_of(data: bytes, file: str) -> Any:
     """The pickled Metadata, without `all_local_plans` where that can be skipped."""
     # The plans come last and are half of the file. Cut at their key, the closed state (SETITEMS, BUILD, STOP) is a
     # complete Metadata. Where the key's bytes mean something else, the cut pickle fails or lacks storage data.
@@ -307,13 +265,13 @@ def _metadata_of(data: bytes, file: str) -> MetadataState:
         shortened = bytearray(data)
         shortened[cut : cut + 3] = b"ub."  # the rest stays, behind STOP, to fill the frame that was announced
         try:
-            state: Any = unpickle_index(bytes(shortened), file)
+            state = unpickle_index(bytes(shortened), file)
         except CorruptCheckpointError:
             state = None
         # Megatron 0.12 to 0.15 also wrote `mcore_data`, before the plans; where it is only behind them, nothing is cut.
         whole = type(state) is MetadataState and type(state.storage_data) is dict
         if whole and (state.mcore_data is not None or data.find(b"mcore_data", cut) < 0):
-            return cast("MetadataState", state)
+            return state
     state = unpickle_index(data, file)
     if type(state) is not MetadataState:
         raise CorruptCheckpointError(
@@ -337,7 +295,7 @@ class _IndexBuilder:
         self._problems: list[str] = []
         self._safe_names: set[str] = set()
 
-    def build(self, state: MetadataState) -> CheckpointIndex:
+    def build(self, state: Any) -> CheckpointIndex:
         """The index that `state` describes."""
         tensors, objects = self._entries(state)
         return CheckpointIndex(
@@ -353,7 +311,7 @@ class _IndexBuilder:
             blocks=self._blocks,
         )
 
-    def _entries(self, state: MetadataState) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+    def _entries(self, state: Any) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
         items = self._items(state.storage_data)
         if type(state.state_dict_metadata) is not dict:
             raise self._wrong("state_dict_metadata", "a dict", state.state_dict_metadata)
@@ -413,9 +371,7 @@ class _IndexBuilder:
             self._blocks = named_blocks(manifest, list(items.values()).__getitem__)
         return items
 
-    def _tensor(
-        self, fqn: str, entry: TensorEntryState, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
-    ) -> TensorEntry:
+    def _tensor(self, fqn: str, entry: Any, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]) -> TensorEntry:
         properties, shape = entry.properties, _checked_sizes(entry.size)
         if type(properties) is not PropertiesState or type(properties.dtype) is not DtypeName:
             raise self._wrong(f"properties of {fqn!r}", "TensorProperties with a dtype", properties)

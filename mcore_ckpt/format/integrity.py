@@ -23,7 +23,7 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -374,13 +374,6 @@ class Manifest:
     columns: tuple[Section, Section] | None = field(default=None, compare=False, repr=False)
     # The fingerprint of each tensor, in the order of the index (`array('q')`), or `NO_FINGERPRINT`; None: of none.
     fingerprints: array[int] | None = field(default=None, repr=False)
-
-    def running(self) -> Iterator[tuple[int, array[int]]]:
-        """Number of each item that has cumulative CRCs, and those."""
-        at = 0
-        for number, count in zip(self.block_items, self.block_counts, strict=True):
-            yield number, self.blocks[at : at + count]
-            at += count
 
 
 @dataclass(frozen=True, slots=True)

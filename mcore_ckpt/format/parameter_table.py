@@ -26,7 +26,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CorruptCheckpointError, MissingKeyError
 from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.integrity import Columns, deflated, text_bytes
-from mcore_ckpt.format.versions import member_of
+from mcore_ckpt.format.zip_records import member_of
 
 TABLE_MEMBER: Final = "archive/mcore_ckpt/parameters"
 BUCKET: Final = re.compile(

@@ -28,7 +28,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Final
 
 from mcore_ckpt.core.console import logger_of
@@ -52,7 +52,7 @@ from mcore_ckpt.format.unpickler import (
     rebuilding,
     unpickle,
 )
-from mcore_ckpt.format.zip_records import Archive, ItemBytes
+from mcore_ckpt.format.zip_records import Archive, archive_of
 
 # ------------------------------------------------------------------------------------------------ the standard library
 
@@ -73,19 +73,13 @@ def _enum_maker(cls: Any) -> Maker:
             found = next(
                 (member for member in cls if type(member.value) is type(value) and member.value == value), None
             )
-        if found is None and issubclass(cls, enum.Flag) and type(value) is int and 0 < value == value & _all_flags(cls):
-            found = cls(value)
+        if found is None and issubclass(cls, enum.Flag) and type(value) is int:
+            flags = reduce(operator.or_, (flag.value for flag in cls), 0)
+            found = cls(value) if 0 < value == value & flags else None
         _wants(found is not None, f"the value of a member of {cls.__name__}")
         return found
 
     return Maker(member)
-
-
-def _all_flags(cls: Any) -> int:
-    flags = 0
-    for flag in cls:
-        flags |= flag.value
-    return flags
 
 
 def _attributes_of(state: Any) -> dict[str, Any]:
@@ -608,10 +602,6 @@ def warn_of_refused(key: str, content: bytes | memoryview) -> None:
         )
         _looked_at.add(name)
     _looked_at.add(seen)
-
-
-def archive_of(content: bytes, where: str) -> Archive:
-    return Archive(ItemBytes(lambda offset, length: content[offset : offset + length], len(content), where))
 
 
 def plain_content(archive: Archive, name: str) -> bytes:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
-from mcore_ckpt.format.safe_pickle import ObjectRules, archive_of, plain_content
+from mcore_ckpt.format.safe_pickle import ObjectRules, plain_content
 from mcore_ckpt.format.tensor_pickle import (
     DTYPES,
     STORAGE_KINDS,
@@ -32,7 +32,7 @@ from mcore_ckpt.format.tensor_pickle import (
     stored_storage,
 )
 from mcore_ckpt.format.unpickler import Maker, Opaque, Rules, check_hashable, opaque_kind, unpickle
-from mcore_ckpt.format.zip_records import Archive, ItemBytes
+from mcore_ckpt.format.zip_records import Archive, ItemBytes, archive_of
 
 
 class StateRecord(NamedTuple):

@@ -144,16 +144,7 @@ def check_opcodes(data: bytes) -> None:
             stack[0x84 - opcode :] = [1 + max(members)]
             at += 1
         elif opcode in _FROM_MARK:
-            height = marks.pop()
-            members = stack[height:]
-            del stack[height:]
-            if opcode == 0x74:  # TUPLE
-                stack.append(1 + max(members, default=0))
-            elif opcode == 0x75:  # SETITEMS
-                _check_keys(members[::2])
-            elif opcode != 0x65 and opcode != 0x31:  # of a set, neither APPENDS nor POP_MARK
-                _check_keys(members)
-                stack += [1 + max(members, default=0)] * (opcode == 0x91)  # FROZENSET, hashed and compared as deep
+            _close_mark(opcode, stack, marks)
             at += 1
         elif opcode == 0x28:  # MARK
             marks.append(len(stack))
@@ -168,27 +159,47 @@ def check_opcodes(data: bytes) -> None:
             stack.pop()
             stack[-1] = 1
             at += 1
-        elif opcode == 0x73:  # SETITEM
-            _check_keys(stack[-2:-1])
-            del stack[-2:]
-            at += 1
-        elif opcode == 0x63:  # GLOBAL
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-            stack.append(0)
-        elif opcode == 0x30:  # POP
-            (marks if marks and marks[-1] == len(stack) else stack).pop()
-            at += 1
-        elif opcode in b"\x80\x95":  # PROTO, FRAME
-            at += 2 if opcode == 0x80 else 9
-        elif opcode == 0x51:  # BINPERSID: its stand-in is a tuple
-            stack[-1] += 1
-            at += 1
         elif opcode == 0x2E:  # STOP
             return
         else:
-            raise WrongArgumentsError(
-                f"something by opcode {opcode:#x}, which nothing has that is saved under protocol 2 or later"
-            )
+            at = _follow_rare(opcode, data, at, stack, marks)
+
+
+def _close_mark(opcode: int, stack: list[int], marks: list[int]) -> None:
+    """Follow an opcode that takes all values above the last mark."""
+    height = marks.pop()
+    members = stack[height:]
+    del stack[height:]
+    if opcode == 0x74:  # TUPLE
+        stack.append(1 + max(members, default=0))
+    elif opcode == 0x75:  # SETITEMS
+        _check_keys(members[::2])
+    elif opcode != 0x65 and opcode != 0x31:  # of a set, neither APPENDS nor POP_MARK
+        _check_keys(members)
+        stack += [1 + max(members, default=0)] * (opcode == 0x91)  # FROZENSET, hashed and compared as deep
+
+
+def _follow_rare(opcode: int, data: bytes, at: int, stack: list[int], marks: list[int]) -> int:
+    """Follow an opcode of which few pickles have many; returns where the next one is."""
+    if opcode == 0x73:  # SETITEM
+        _check_keys(stack[-2:-1])
+        del stack[-2:]
+    elif opcode == 0x63:  # GLOBAL
+        stack.append(0)
+        return data.index(b"\n", data.index(b"\n", at) + 1) + 1
+    elif opcode == 0x30:  # POP
+        (marks if marks and marks[-1] == len(stack) else stack).pop()
+    elif opcode == 0x80:  # PROTO
+        return at + 2
+    elif opcode == 0x95:  # FRAME
+        return at + 9
+    elif opcode == 0x51:  # BINPERSID: its stand-in is a tuple
+        stack[-1] += 1
+    else:
+        raise WrongArgumentsError(
+            f"something by opcode {opcode:#x}, which nothing has that is saved under protocol 2 or later"
+        )
+    return at + 1
 
 
 def _check_keys(depths: list[int]) -> None:

@@ -3,12 +3,21 @@
 Every offset and length is compared with the size of the item before it is used, directory and local headers have to
 agree, and nothing is allocated that the item is not large enough to contain. Only what `torch.save` can write is
 understood: one disk, no comment, records stored as they are, neither compressed nor encrypted.
+
+An archive may have further members, which its readers, stock's among them, pass by. Above all versions of an object:
+what ranks hold that claim to hold a replica of it, though theirs is another. Stock saves the main one alone, which all
+of these ranks get at a load.
+
+    archive/mcore_ckpt/ranks.json   {"layout": of the job, "ranks": {"1": 0, "3": 1}}: which rank had which version
+    archive/mcore_ckpt/0            a version as `torch.save` makes it; stored, not compressed
 """
 
 from __future__ import annotations
 
+import io
+import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from mcore_ckpt.core.crc import crc32
@@ -103,7 +112,7 @@ class Archive:
     def __init__(self, item: ItemBytes) -> None:
         self.item = item
         self.records = _read_directory(item)
-        own = (record for name, record in self.records.items() if "/mcore_ckpt/" not in name)  # (`versions.py`)
+        own = (record for name, record in self.records.items() if "/mcore_ckpt/" not in name)  # (`with_members`)
         self.has_checksums = any(record.crc32 for record in own)
         self._folder = next(iter(self.records)).partition("/")[0]
 
@@ -128,7 +137,7 @@ class Archive:
         start = self.start(record)
         content = self.item.get(start, record.stored_bytes)
         got = crc32(content)
-        if self.has_checksums and got != record.crc32:
+        if (self.has_checksums or record.crc32) and got != record.crc32:
             raise ChecksumError(
                 f"{self.item.where}: record {record.name:.100}, bytes [{start}, {start + len(content)}) of the archive "
                 f"has CRC-32 {got:#010x}, expected {record.crc32:#010x}: damaged after it was written; load another "
@@ -281,3 +290,72 @@ def _record_start(item: ItemBytes, record: ZipRecord) -> int:
             f"got {crc:#010x} and {stored}",
         )
     return start
+
+
+# ----------------------------------------------------------------------------------------------------- further members
+
+_FOLDER: Final = "archive/mcore_ckpt/"
+_RANKS: Final = f"{_FOLDER}ranks.json"
+
+
+def archive_of(content: bytes, where: str) -> Archive:
+    """The archive that these bytes are."""
+    return Archive(ItemBytes(lambda offset, length: content[offset : offset + length], len(content), where))
+
+
+def with_members(content: bytes, members: Mapping[str, bytes]) -> bytes:
+    """The record of an object, with further members, which its readers pass by."""
+    import zipfile  # (which readers do without)
+
+    stream = io.BytesIO(content)
+    with zipfile.ZipFile(stream, "a") as archive:
+        for name, member in members.items():
+            # (without a ZipInfo each would have the time of this clock, which may be before what a zip archive can say)
+            archive.writestr(zipfile.ZipInfo(name), member)
+    return stream.getvalue()
+
+
+def member_of(content: bytes, name: str) -> bytes | None:
+    """A member of the record of an object; None without it. Raises `CorruptCheckpointError`."""
+    if name.encode() not in content:
+        return None
+    archive = archive_of(content, f"{name} of an object")
+    record = archive.records.get(name)
+    return None if record is None else archive.content(record)  # None: the name is in an object's own bytes
+
+
+def with_versions(content: bytes, layout: str, ranks: Mapping[int, int], versions: Sequence[bytes]) -> bytes:
+    """The record of an object, with other versions of it. `ranks`: for each that has one, which; `layout`: of the job,
+    under which alone the numbers of ranks mean something.
+    """
+    told = json.dumps({"layout": layout, "ranks": dict(ranks)}).encode()
+    return with_members(content, {_RANKS: told, **{f"{_FOLDER}{n}": version for n, version in enumerate(versions)}})
+
+
+def layout_of_versions(content: bytes) -> str | None:
+    """Layout of the ranks that had versions of an object; None where its record has the main one alone."""
+    found = _versions(content)
+    return None if found is None else found[0]
+
+
+def version_of(content: bytes, layout: str, rank: int) -> bytes:
+    """The record of a rank's own version; the main one, if it has none, or if the job has another layout. Raises
+    `CorruptCheckpointError`.
+    """
+    found = _versions(content)
+    if found is None or found[0] != layout or (number := found[1].get(str(rank))) is None:
+        return content
+    version = member_of(content, f"{_FOLDER}{number}") if type(number) is int else None
+    if version is None:
+        raise CorruptCheckpointError(f"{_RANKS} of an object: rank {rank} has a version that is not in its record")
+    return version
+
+
+def _versions(content: bytes) -> tuple[str, dict[str, int]] | None:
+    """Layout of the job, and number of the version of each rank that has one."""
+    told = member_of(content, _RANKS)
+    try:
+        fields = None if told is None else json.loads(told)
+        return None if fields is None else (str(fields["layout"]), dict(fields["ranks"]))
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{_RANKS} of an object: expected versions by rank, got {error!r}") from error

@@ -21,7 +21,7 @@ from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.integrity import BLOCK_BYTES, FooterPlan, TableColumns, inner_blocks
-from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
+from mcore_ckpt.format.item import TensorTemplate, element_bytes, place, tensor_template
 
 if TYPE_CHECKING:
     import torch

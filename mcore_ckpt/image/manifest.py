@@ -26,7 +26,7 @@ from mcore_ckpt.format.index import (
     of_different_offsets,
 )
 from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile
-from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 from mcore_ckpt.image.layout import WrittenFile

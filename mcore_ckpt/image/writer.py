@@ -85,12 +85,6 @@ _WINDOWS: Final = 3  # as `WindowPool` has it
 _CRC: Final = struct.Struct("<I")
 
 
-def _strided_sums() -> StridedSums:
-    from mcore_ckpt.core.fingerprints import StridedSums  # (numpy, which few writers need)
-
-    return StridedSums()
-
-
 class _Checksums:
     """The CRC-32s of one image, computed in file order as the bytes come to lie in memory."""
 
@@ -105,7 +99,11 @@ class _Checksums:
         self._summed_to = 0  # file offset; counts only inside the payload of the current item
         self._partial = 0
         self._stretches = dict(image.strided)
-        self._strided = _strided_sums() if image.strided else None
+        self._strided: StridedSums | None = None
+        if image.strided:
+            from mcore_ckpt.core.fingerprints import StridedSums  # (numpy, which few writers need)
+
+            self._strided = StridedSums()
         self._late: list[tuple[int, bytes]] = []  # (file offset, bytes) to patch in windows to come; a heap
 
     def advance(self, view: memoryview, base: int, stop: int) -> None:

@@ -1,6 +1,7 @@
 """All records of a checkpoint compared with its index: small ones are read many at a time, large ones in windows.
 
-And what the stored chunks of a tensor add to its fingerprint.
+And each data file's own word of what it holds, the table before its integrity footer; and what the stored chunks of a
+tensor add to its fingerprint.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32
@@ -18,11 +20,9 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadEr
 from mcore_ckpt.core.fingerprints import part_of_elements, part_of_run
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.format.file_table import Items, TensorRow, decode_table
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, FileFooter, split_metadata
-from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.item_reading import Forms, locate_tensor
+from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, TABLE_HEAD, Columns, FileFooter, split_metadata
+from mcore_ckpt.format.item import Forms, element_bytes, locate_tensor
 from mcore_ckpt.format.metadata_read import (
     MAX_METADATA_BYTES,
     METADATA_FILE,
@@ -32,19 +32,76 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.safe_pickle import refused_classes
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.files import OpenFiles, named
-from mcore_ckpt.load.policy import WINDOW_BYTES, ReadPolicy
-from mcore_ckpt.load.ranges import Extent, Span, coalesce
+from mcore_ckpt.load.ranges import WINDOW_BYTES, Extent, ReadPolicy, Span, coalesce
 from mcore_ckpt.load.records import (
+    OpenFiles,
     check_located,
     check_proportion,
     check_records,
     checksum_error,
     chunk_name,
     item_name,
+    named,
 )
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
+
+_MIN_ITEM_BYTES: Final = 64
+
+
+class TensorRow(NamedTuple):
+    """A tensor item as an index or a file's table describes it: dtype, and box of a global tensor, in elements."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+Items = dict[tuple[int, int], str | TensorRow]
+"""By offset and length, in bytes, what lies in a file: an object's key, or a tensor item."""
+
+
+def decode_table(data: bytes, footer: FileFooter, where: str) -> Items:
+    """The table of a file, from the bytes before its footer; raises `CorruptCheckpointError`."""
+    what = f"{where}: the table of its integrity footer"
+    whole = Columns(data, what)
+    if len(data) != footer.table_bytes or crc32(data) != footer.table_crc32:
+        raise whole.wrong(f"it does not have the CRC-32 {footer.table_crc32:#010x} that the footer states")
+    places_bytes = 16 * footer.object_count
+    if places_bytes > len(data):
+        raise whole.wrong(f"{footer.object_count} objects are said to be in it")
+    table = Columns.inflated(whole.bytes(len(data) - places_bytes), footer.unpacked_bytes, what)
+    tensors, objects, dtypes = TABLE_HEAD.unpack(table.bytes(TABLE_HEAD.size))
+    if (tensors + objects) * _MIN_ITEM_BYTES > footer.file_bytes:
+        raise table.wrong(f"{tensors + objects} items cannot lie in {footer.file_bytes} bytes")
+    if objects != footer.object_count:
+        raise table.wrong(f"the footer counts {footer.object_count} objects, the table {objects}")
+    lengths = table.column("I", dtypes + tensors + objects)
+    codes, ndims = table.column("I", tensors), table.column("I", tensors)
+    if any(code >= dtypes for code in codes):
+        raise table.wrong("a tensor has a dtype that is not in it")
+    boxes = table.column("q", 3 * sum(ndims)).tolist()
+    places = table.column("q", 2 * tensors)
+    names = table.texts(lengths)
+    table.finish()
+    object_places = whole.column("Q", 2 * objects)
+    whole.finish()
+    dtype_names, keys, object_keys = names[:dtypes], names[dtypes:], names[dtypes + tensors :]
+    starts = accumulate((3 * ndim for ndim in ndims), initial=0)
+    items: Items = {
+        (places[2 * n], places[2 * n + 1]): TensorRow(
+            keys[n],
+            dtype_names[codes[n]],
+            tuple(boxes[at : at + ndim]),
+            tuple(boxes[at + ndim : at + 2 * ndim]),
+            tuple(boxes[at + 2 * ndim : at + 3 * ndim]),
+        )
+        for n, (ndim, at) in enumerate(zip(ndims, starts, strict=False))
+    }
+    return items | {(object_places[2 * n], object_places[2 * n + 1]): object_keys[n] for n in range(objects)}
+
 
 _WORKERS = 2
 # A larger object, which would be read at once, is not searched for classes.
@@ -82,17 +139,6 @@ def global_shape(index: CheckpointIndex, entry: TensorEntry) -> tuple[int, ...]:
 def stretch_of(entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...]) -> Stretch:
     """Where a chunk lies in a tensor of this global shape (`global_shape`)."""
     return Stretch.of_chunk(entry.shape, chunk.offsets, chunk.sizes, element_bytes(entry.dtype), shape)
-
-
-def fingerprint_from_sums(index: CheckpointIndex, entry: TensorEntry, crcs: Sequence[int | None]) -> int | None:
-    """The CRC-32 of a tensor from those of its chunks; None if they do not tell."""
-    shape, total = global_shape(index, entry), 0
-    for chunk, crc in zip(entry.chunks, crcs, strict=True):
-        part = None if crc is None else part_of_run(crc, stretch_of(entry, chunk, shape))
-        if part is None:
-            return None
-        total ^= part
-    return total
 
 
 def part_of_chunk(

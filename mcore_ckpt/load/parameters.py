@@ -20,12 +20,12 @@ import torch
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative, strides_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, MissingKeyError, ShapeMismatchError
-from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.index import CheckpointIndex, ChunkLookup
 from mcore_ckpt.format.parameter_table import STATE_KEY, extent_of, stored_tables
-from mcore_ckpt.load.placement import FEW_CHUNKS, narrow
+from mcore_ckpt.load.placement import narrow
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader
-from mcore_ckpt.load.requests import ChunkLookup, ReadRequest
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.state.shards import local_box
 
 _READ_BYTES: Final = 16 * 1024 * 1024
@@ -54,14 +54,12 @@ class _Part(NamedTuple):
 class _Parameter:
     shape: tuple[int, ...]
     parts: list[_Part] = field(default_factory=list)
-    lookup: ChunkLookup | None = None
+    lookup: ChunkLookup[_Part] | None = None
 
     def overlapping(self, box: Box) -> Sequence[_Part]:
         """Parts that may overlap a slice."""
-        if len(self.parts) <= FEW_CHUNKS:
-            return self.parts
         self.lookup = self.lookup or ChunkLookup(self.parts)
-        return self.lookup.overlapping(box)
+        return self.lookup.near(box)
 
 
 class _Read(NamedTuple):

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_ckpt.core.boxes import Box, intersect, relative, strides_of
+from mcore_ckpt.core.boxes import Box, intersect, relative, runs, strides_of
+from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.format.index import StoredChunk, StoredItem
-from mcore_ckpt.format.item_reading import LocatedTensor
-from mcore_ckpt.load.records import check_located, chunk_name
+from mcore_ckpt.format.item import LocatedTensor, tensor_template
+from mcore_ckpt.load.records import check_located, checksum_error, chunk_name
 from mcore_ckpt.state.torch_classes import PLAIN, dtype_name
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
@@ -34,6 +35,13 @@ class Want(NamedTuple):
     whole: bool  # the box is the whole chunk
     tensor: torch.Tensor  # the destination; written in place
     address: int  # where its bytes lie, when they lie exactly as stored (`address_of`); 0 otherwise
+
+    def address_at(self, box: Box, elem_bytes: int) -> int:
+        """Where the bytes of `box` (relative to the chunk) belong, if they are contiguous in host memory; else 0."""
+        if not self.address:
+            return 0
+        destination = runs(self.box.sizes, relative(box, self.box.offsets), elem_bytes)
+        return 0 if destination.counts else self.address + destination.first_byte
 
 
 def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
@@ -85,19 +93,24 @@ def memory_at(address: int, length: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
-class HostBytes:
-    """Host memory that holds stored bytes, for copying out of; `tensor` has them as a flat uint8 tensor."""
+class ReadBuffer:
+    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped. Pinned, it is
+    copied to a device fast. It has its bytes as a `view`, and as a flat `tensor` for copying out of.
+    """
 
-    __slots__ = ("address", "tensor")
+    __slots__ = ("address", "size_bytes", "tensor", "view")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.address = tensor.data_ptr()
-
-    @classmethod
-    def at(cls, address: int, length: int) -> HostBytes:
-        """Bytes `[address, address + length)` of this process; their owner has to stay alive."""
-        return cls(torch.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=torch.uint8))
+    def __init__(self, size_bytes: int, pinned: bool = False) -> None:
+        self.size_bytes = size_bytes
+        if pinned:
+            block = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            skip = -block.data_ptr() % mmap.PAGESIZE
+            self.tensor = block[skip : skip + size_bytes]
+            self.view = memory_at(self.tensor.data_ptr(), size_bytes)
+        else:
+            self.view = aligned_buffer(size_bytes)[:size_bytes]
+            self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
 
     def strided(self, at: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
         """Elements of `dtype` from byte `at` on, as a view of that shape and strides (in elements). A copy where they
@@ -108,29 +121,8 @@ class HostBytes:
         if (self.address + at) % dtype.itemsize:
             flat = flat.clone()
         elif flat.storage_offset() % dtype.itemsize:
-            flat = HostBytes.at(self.address + at, len(flat)).tensor
+            flat = torch.frombuffer(memory_at(self.address + at, len(flat)), dtype=torch.uint8)
         return flat.view(dtype).as_strided(sizes, strides)
-
-
-class ReadBuffer(HostBytes):
-    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped. Pinned, it is
-    copied to a device fast.
-    """
-
-    __slots__ = ("_keep", "size_bytes", "view")
-
-    def __init__(self, size_bytes: int, pinned: bool = False) -> None:
-        self.size_bytes = size_bytes
-        if pinned:
-            block = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
-            skip = -block.data_ptr() % mmap.PAGESIZE
-            super().__init__(block[skip : skip + size_bytes])
-            self._keep: object = block
-            self.view = memory_at(self.address, size_bytes)
-        else:
-            self.view = aligned_buffer(size_bytes)[:size_bytes]
-            super().__init__(torch.frombuffer(self.view, dtype=torch.uint8))
-            self._keep = self.view
 
 
 def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
@@ -148,7 +140,7 @@ def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
 
 
 def place_box(
-    memory: HostBytes,
+    memory: ReadBuffer,
     at: int,
     read_box: Box,
     chunk_sizes: Sequence[int],
@@ -192,10 +184,6 @@ def place_box(
             destination.copy_(memory.strided(at, stored_dtype, overlap.sizes, strides))
 
 
-# Up to here a look at every chunk of a tensor is cheaper than an index of them.
-FEW_CHUNKS = 8
-
-
 @dataclass(slots=True, eq=False)
 class WantedItem:
     """A stored chunk, and the slices of it that are requested."""
@@ -225,6 +213,11 @@ class WantedItem:
         return self.chunk.item.file, self.chunk.item.offset, self.fqn
 
     @property
+    def kind(self) -> tuple[StoredItem, torch.dtype, tuple[int, ...]]:
+        """The item, and what the index says that it is."""
+        return self.chunk.item, self.dtype, self.chunk.sizes
+
+    @property
     def where(self) -> str:
         """The chunk, as an error message names it."""
         return chunk_name(self.fqn, self.chunk)
@@ -238,24 +231,24 @@ class WantedItem:
         """Raise `CorruptCheckpointError` unless the item holds the tensor that the index says it does."""
         check_located(located, *self.expected, self.payload_bytes, self.item.crc32)
 
-
-def only_box(
-    starts: Sequence[tuple[int, ...]],
-    lengths: Sequence[tuple[int, ...]],
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-) -> int | None:
-    """Number of the slice that is just this one, if no other one overlaps it; of slices at `starts` of `lengths`."""
-    found = None
-    for number, (start_of, length_of) in enumerate(zip(starts, lengths, strict=True)):
-        if start_of == offsets and length_of == sizes:
-            if found is not None:
-                return None
-            found = number
-            continue
-        for start, size, other_start, other_size in zip(offsets, sizes, start_of, length_of):  # noqa: B905
-            if start + size <= other_start or other_start + other_size <= start:
-                break
-        else:
+    def own_start(self) -> int | None:
+        """Where the payload begins in its file if this package wrote the item; None if the index does not tell. It
+        tells the CRC-32 of each payload in a checkpoint with a manifest, with which its files are compared.
+        """
+        item = self.chunk.item
+        if item.crc32 is None:
             return None
-    return found
+        try:
+            template = tensor_template(*self.expected)
+        except ValueError:
+            return None
+        if template.item_bytes != item.length or not template.payload_bytes:
+            return None
+        return item.offset + len(template.head)
+
+    def damaged(self, offset: int, length: int, got: int, expected: int) -> ChecksumError:
+        """The error for bytes `[offset, offset + length)` of the item, which hold its elements."""
+        start = self.item.offset + offset
+        return checksum_error(
+            self.where, f"the bytes [{start}, {start + length}) of {self.item.file} have", got, expected
+        )

@@ -1,6 +1,9 @@
 """A plan carried out: which bytes of which files, read into destination tensors, and checked on the way.
 
-    small chunks     those that are requested as they are, all at once (`small.SmallChunks`)
+    small chunks     those that are requested as they are, many at a time (`SmallRead`). The kernel scatters what the
+                     page cache holds: payloads to where they belong, the frames side by side into a buffer (`scatter`).
+                     What comes from the device is read into a buffer and copied out of it (`place`). Where something
+                     differs, each chunk is taken by itself
     packed items     small; head and tail included, many in one span; each is located inside the buffer and copied out
     complete items   the payload in parts of at most a window
     slices           the parts of the payload that hold them. Rows with short gaps between them are read gaps included;
@@ -21,16 +24,17 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from mcore_ckpt.core.boxes import Box, intersect, relative, runs
+from mcore_ckpt.core.boxes import Box, intersect, runs
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError
@@ -38,45 +42,28 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.integrity import inner_blocks
-from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.format.item_reading import Forms, LocatedTensor, locate_tensor, locate_tensor_in
+from mcore_ckpt.format.item import Forms, LocatedTensor, locate_tensor, locate_tensor_in
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.files import OpenFiles, ReadStats, named, naming, padded_range
-from mcore_ckpt.load.placement import (
-    HostBytes,
-    ReadBuffer,
-    Want,
-    WantedItem,
-    alignment_for,
-    memory_at,
-    narrow,
-    place_box,
-)
-from mcore_ckpt.load.policy import ReadPolicy
-from mcore_ckpt.load.ranges import (
-    ChunkPart,
-    Extent,
-    Span,
-    batches,
-    cluster_boxes,
-    coalesce,
-    split_box,
-)
+from mcore_ckpt.load.placement import ReadBuffer, Want, WantedItem, alignment_for, memory_at, narrow, place_box
+from mcore_ckpt.load.ranges import ChunkPart, Extent, ReadPolicy, Span, batches, cluster_boxes, coalesce, split_box
 from mcore_ckpt.load.records import (
+    OpenFiles,
     PartSum,
     PayloadSums,
+    ReadStats,
     check_proportion,
     check_records,
     checksum_error,
     chunk_name,
     contiguous_around,
     item_name,
+    named,
+    naming,
+    padded_range,
     whole_blocks,
 )
-from mcore_ckpt.load.requests import LoadPlan
-from mcore_ckpt.load.small import SmallRead, place, scatter
-from mcore_ckpt.state.torch_classes import dtype_name
+from mcore_ckpt.load.requests import LoadPlan, SmallRead
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
 
 _logger = logger_of(__name__)
@@ -183,6 +170,44 @@ class ItemDecoder:
         return stored
 
 
+class ItemRead(NamedTuple):
+    """A small item that is read with its neighbours, head and tail included, and copied out of the buffer."""
+
+    wanted: WantedItem
+    address: int = 0  # as of `PartRead`: there is none for head and tail
+    alignment: int = 1
+
+    def extent(self) -> Extent:
+        """The bytes of the file."""
+        item = self.wanted.item
+        return Extent(item.file, item.offset, item.offset + item.length, item.length, self)
+
+    def place(self, buffer: ReadBuffer, at: int, forms: Forms) -> int:
+        """Check the item, which lies at `at` of a buffer, and copy what is requested of it; returns how many records
+        were checked. `NotRangeable`: it has to be decoded completely.
+        """
+        wanted = self.wanted
+        view = buffer.view[at : at + wanted.item.length]
+        try:
+            located = locate_tensor_in(view, wanted.fqn, wanted.expected, forms)
+            wanted.check(located)
+        except NotRangeable:
+            raise
+        except LoadError as error:
+            raise named(error, wanted.where) from error
+        expected, offset, length = located.record_crc32, located.record_offset, located.record_bytes
+        if expected is not None and (got := crc32(view[offset : offset + length])) != expected:
+            raise wanted.damaged(offset, length, got, expected)
+        at += located.payload_offset
+        for want in wanted.wants:
+            if want.whole and want.address:
+                ctypes.memmove(want.address, buffer.address + at, located.payload_bytes)
+            else:
+                sizes = wanted.chunk.sizes
+                place_box(buffer, at, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
+        return int(expected is not None)
+
+
 class PartRead(NamedTuple):
     """A part of a payload, and where it goes."""
 
@@ -194,164 +219,193 @@ class PartRead(NamedTuple):
     alignment: int  # the bytes have to lie on a multiple of this to be placed without a further copy
     sums: PayloadSums | None  # of the payload, if all of it is read, or of the blocks that the part lies in
 
+    def extent(self, wanted_bytes: int, *, alone: bool = False) -> Extent:
+        """The bytes of the file."""
+        start, stop = self.start + self.part.start, self.start + self.part.stop
+        return Extent(self.wanted.item.file, start, stop, wanted_bytes, self, alone)
 
-def own_start(wanted: WantedItem) -> int | None:
-    """Where the payload begins in its file if this package wrote the item; None if the index does not tell. It tells
-    the CRC-32 of each payload in a checkpoint with a manifest, with which its files are compared.
-    """
-    item = wanted.item
-    if item.crc32 is None:
-        return None
-    try:
-        template = tensor_template(dtype_name(wanted.dtype), wanted.chunk.sizes)
-    except ValueError:
-        return None
-    if template.item_bytes != item.length or not template.payload_bytes:
-        return None
-    return item.offset + len(template.head)
+    def read_straight(self, reader: RangeReader) -> int:
+        """Read the part to where it belongs, summing it while its bytes are in the CPU's cache; as `place`."""
+        item, part = self.wanted.item, self.part
+        reader.check_range(item.offset, item.length)
+        stream = PartSum(self.sums, part.start)
+        reader.read_into(self.start + part.start, memory_at(self.address, part.stop - part.start), stream.feed)
+        return stream.finish()
 
-
-class Extents:
-    """Plans the reads of one load, by its policy. `running`: cumulative sums of payloads, by file
-    and offset of the item (`CheckpointIndex.blocks`).
-    """
-
-    def __init__(self, policy: ReadPolicy, running: Mapping[tuple[str, int], Sequence[int]]) -> None:
-        self._policy = policy
-        self._running = running
-
-    def is_packed(self, wanted: WantedItem) -> bool:
-        """Whether an item is read with its neighbours, head and tail included."""
-        item = wanted.chunk.item
-        return self._policy.is_packed(item.length, wanted.needed_bytes, has_sum=item.crc32 is not None)
-
-    def of(self, wanted: WantedItem, start: int, crc: int | None) -> Iterator[Extent]:
-        """The extents of an item that is not packed, in order; its payload begins at `start`, with that CRC-32."""
-        clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
-        if len(clusters) == 1 and self._reads_all(wanted, clusters[0][0]):
-            return self._complete(wanted, start, crc)
-        slices = [self._slice(wanted, start, box, [wanted.wants[at] for at in members]) for box, members in clusters]
-        # Parts of one cluster may lie between those of another.
-        return slices[0] if len(slices) == 1 else heapq.merge(*slices, key=lambda extent: extent.start)
-
-    def _reads_all(self, wanted: WantedItem, box: Box) -> bool:
-        sizes, elem_bytes = wanted.chunk.sizes, wanted.dtype.itemsize
-        if box.sizes == sizes:
-            return True
-        first = next(split_box(sizes, box, elem_bytes, replace(self._policy, window_bytes=wanted.payload_bytes)))
-        return self._policy.reads_all(first.stop - first.start, math.prod(box.sizes) * elem_bytes, wanted.payload_bytes)
-
-    def _complete(self, wanted: WantedItem, start: int, crc: int | None) -> Iterator[Extent]:
-        """The parts of all of a payload."""
-        sizes = wanted.chunk.sizes
-        whole = Box((0,) * len(sizes), sizes)
-        sums = None if crc is None else self._sums(wanted, start, (), crc)
-        if len(wanted.wants) == 1 and wanted.wants[0].whole and wanted.wants[0].address:
-            return self._straight(wanted, start, whole, sums)
-        return self._parts(wanted, start, whole, wanted.wants, sums, is_complete=True)
-
-    def _straight(self, wanted: WantedItem, start: int, whole: Box, sums: PayloadSums | None) -> Iterator[Extent]:
-        """The parts of a payload all of which goes to one address as it is: byte ranges of about one length, of whose
-        slice only the beginning counts.
+    def place(self, buffer: ReadBuffer, at: int, forms: Forms) -> int:
+        """Check the part, which lies at `at` of a buffer, and copy it to where it belongs; returns how many records
+        were checked.
         """
-        nbytes, address = wanted.payload_bytes, wanted.wants[0].address
-        length = align_up(-(-nbytes // -(-nbytes // self._policy.window_bytes)))
-        for begin in range(0, nbytes, length):
-            part = ChunkPart(whole, begin, min(begin + length, nbytes))
-            read = PartRead(wanted, start, part, wanted.wants, address + begin, 1, sums)
-            yield _extent(read, part.stop - begin, alone=True)
+        length, checked = self.part.stop - self.part.start, 0
+        if self.sums is not None or self.address:
+            stream = PartSum(self.sums, self.part.start)
+            for done in range(0, length, _CACHED_BYTES):
+                nbytes, source = min(_CACHED_BYTES, length - done), buffer.address + at + done
+                if self.address:
+                    ctypes.memmove(self.address + done, source, nbytes)
+                    source = self.address + done
+                stream.feed(memory_at(source, nbytes))
+            checked = stream.finish()
+        if not self.address:
+            for want in self.wants:
+                place_box(buffer, at, self.part.box, self.wanted.chunk.sizes, self.wanted.dtype, want)
+        return checked
 
-    def _slice(self, wanted: WantedItem, start: int, box: Box, wants: list[Want]) -> Iterator[Extent]:
-        checked = self._checked_slice(wanted, start, box, wants)
-        if checked is None:
-            return self._parts(wanted, start, box, wants, None)
-        return self._checked_parts(wanted, start, wants, *checked)
 
-    def _sums(self, wanted: WantedItem, start: int, running: Sequence[int], crc: int) -> PayloadSums:
-        offset = start - wanted.item.offset
+class PayloadReads:
+    """Plans the reads of one item that is not read with its neighbours. Its payload begins at `start` of the file, with
+    that CRC-32. `running`: cumulative sums of payloads, by file and offset of the item (`CheckpointIndex.blocks`).
+    """
 
-        def error(first: int, stop: int, got: int, expected: int) -> ChecksumError:
-            return damaged(wanted, offset + first, stop - first, got, expected)
-
-        return PayloadSums(wanted.payload_bytes, crc, running, error)
-
-    def _checked_slice(
-        self, wanted: WantedItem, start: int, box: Box, wants: list[Want]
-    ) -> tuple[Box, PayloadSums] | None:
-        """What is read of an item to check a slice of it, and its sums; None if it is not to be checked."""
-        item, nbytes = wanted.item, wanted.payload_bytes
-        running = self._running.get((item.file, item.offset), ())
-        if item.crc32 is None or len(running) != inner_blocks(nbytes):
-            return None
-        box, elem_bytes = contiguous_around(wanted.chunk.sizes, box), wanted.dtype.itemsize
-        part_bytes = math.prod(box.sizes) * elem_bytes
-        needed_bytes = sum(math.prod(want.box.sizes) for want in wants) * elem_bytes
-        if not self._policy.checks_slice(part_bytes, needed_bytes):
-            return None
-        return box, self._sums(wanted, start, running, item.crc32)
-
-    def _checked_parts(
-        self, wanted: WantedItem, start: int, wants: list[Want], box: Box, sums: PayloadSums
-    ) -> Iterator[Extent]:
-        """The parts of a slice without gaps, and what is missing of the blocks at both of its ends."""
-        first = runs(wanted.chunk.sizes, box, wanted.dtype.itemsize).first_byte
-        last = first + math.prod(box.sizes) * wanted.dtype.itemsize
-        around = whole_blocks(first, last, wanted.payload_bytes)
-        for begin, end in ((around[0], first), (last, around[1])):
-            if begin == last:
-                yield from self._parts(wanted, start, box, wants, sums)
-            if begin < end:
-                part = ChunkPart(box, begin, end)
-                yield _extent(PartRead(wanted, start, part, [], 0, 1, sums), end - begin)
-
-    def _parts(
+    def __init__(
         self,
         wanted: WantedItem,
         start: int,
-        box: Box,
-        wants: list[Want],
-        sums: PayloadSums | None,
-        is_complete: bool = False,
+        crc: int | None,
+        policy: ReadPolicy,
+        running: Mapping[tuple[str, int], Sequence[int]],
+    ) -> None:
+        self._wanted, self._start, self._crc, self._policy = wanted, start, crc, policy
+        self._sizes, self._elem_bytes = wanted.chunk.sizes, wanted.dtype.itemsize
+        self._running = running.get((wanted.item.file, wanted.item.offset), ())
+
+    def extents(self) -> Iterator[Extent]:
+        """The extents of the item, in order."""
+        wants = self._wanted.wants
+        clusters = cluster_boxes(self._sizes, [want.box for want in wants])
+        if len(clusters) == 1 and self._reads_all(clusters[0][0]):
+            sums = None if self._crc is None else self._sums((), self._crc)
+            if len(wants) == 1 and wants[0].whole and wants[0].address:
+                return self._straight(sums)
+            return self._parts(Box((0,) * len(self._sizes), self._sizes), wants, sums, is_complete=True)
+        slices = [self._slice(box, [wants[at] for at in members]) for box, members in clusters]
+        # Parts of one cluster may lie between those of another.
+        return slices[0] if len(slices) == 1 else heapq.merge(*slices, key=attrgetter("start"))
+
+    def _reads_all(self, box: Box) -> bool:
+        if box.sizes == self._sizes:
+            return True
+        payload_bytes = self._wanted.payload_bytes
+        unlimited = replace(self._policy, window_bytes=payload_bytes)
+        first = next(split_box(self._sizes, box, self._elem_bytes, unlimited))
+        return self._policy.reads_all(first.stop - first.start, math.prod(box.sizes) * self._elem_bytes, payload_bytes)
+
+    def _sums(self, running: Sequence[int], crc: int) -> PayloadSums:
+        wanted, offset = self._wanted, self._start - self._wanted.item.offset
+
+        def error(first: int, stop: int, got: int, expected: int) -> ChecksumError:
+            return wanted.damaged(offset + first, stop - first, got, expected)
+
+        return PayloadSums(wanted.payload_bytes, crc, running, error)
+
+    def _straight(self, sums: PayloadSums | None) -> Iterator[Extent]:
+        """The parts of a payload all of which goes to one address as it is: byte ranges of about one length, of whose
+        slice only the beginning counts.
+        """
+        wanted, nbytes, box = self._wanted, self._wanted.payload_bytes, Box((0,) * len(self._sizes), self._sizes)
+        length = align_up(-(-nbytes // -(-nbytes // self._policy.window_bytes)))
+        for begin in range(0, nbytes, length):
+            part = ChunkPart(box, begin, min(begin + length, nbytes))
+            read = PartRead(wanted, self._start, part, wanted.wants, wanted.wants[0].address + begin, 1, sums)
+            yield read.extent(part.stop - begin, alone=True)
+
+    def _slice(self, box: Box, wants: list[Want]) -> Iterator[Extent]:
+        """The parts of a slice; of one that can be checked, also what is missing of the blocks at both of its ends."""
+        payload_bytes, elem_bytes = self._wanted.payload_bytes, self._elem_bytes
+        around = contiguous_around(self._sizes, box)
+        part_bytes = math.prod(around.sizes) * elem_bytes
+        needed_bytes = sum(math.prod(want.box.sizes) for want in wants) * elem_bytes
+        # (of what the index tells, not of the item's own headers: others' have no sums of blocks)
+        crc, has_sums = self._wanted.item.crc32, len(self._running) == inner_blocks(payload_bytes)
+        if crc is None or not has_sums or not self._policy.checks_slice(part_bytes, needed_bytes):
+            yield from self._parts(box, wants, None)
+            return
+        sums = self._sums(self._running, crc)
+        first = runs(self._sizes, around, elem_bytes).first_byte
+        last = first + part_bytes
+        start, stop = whole_blocks(first, last, payload_bytes)
+        for begin, end in ((start, first), (last, stop)):
+            if begin == last:
+                yield from self._parts(around, wants, sums)
+            if begin < end:
+                rest = PartRead(self._wanted, self._start, ChunkPart(around, begin, end), [], 0, 1, sums)
+                yield rest.extent(end - begin)
+
+    def _parts(
+        self, box: Box, wants: list[Want], sums: PayloadSums | None, *, is_complete: bool = False
     ) -> Iterator[Extent]:
         """The parts of a slice, each of which is one read at most."""
-        elem_bytes = wanted.dtype.itemsize
-        alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
+        elem_bytes = self._elem_bytes
+        alignment = max(alignment_for(want.tensor, self._wanted.dtype) for want in wants)
         exact = len(wants) == 1 and wants[0].box == box
-        for part in split_box(wanted.chunk.sizes, box, elem_bytes, self._policy):
+        for part in split_box(self._sizes, box, elem_bytes, self._policy):
             read_bytes, part_bytes = part.stop - part.start, math.prod(part.box.sizes) * elem_bytes
-            all_needed = exact or (sums is not None and not is_complete)
-            needed_bytes = part_bytes if all_needed else _overlap_elems(part.box, wants) * elem_bytes
-            fits = exact and part_bytes == read_bytes
-            address = _address(wants[0], part.box, elem_bytes) if fits else 0
+            needed_bytes = part_bytes
+            if not exact and (sums is None or is_complete):
+                overlaps = [intersect(part.box, want.box) for want in wants]
+                needed_bytes = min(part_bytes, sum(math.prod(o.sizes) for o in overlaps if o) * elem_bytes)
+            address = wants[0].address_at(part.box, elem_bytes) if exact and part_bytes == read_bytes else 0
             # Long straight parts need no buffer to share.
             straight = address != 0 and read_bytes >= self._policy.straight_bytes
-            read = PartRead(wanted, start, part, wants, address, alignment, sums)
-            yield _extent(read, needed_bytes, alone=straight)
+            read = PartRead(self._wanted, self._start, part, wants, address, alignment, sums)
+            yield read.extent(needed_bytes, alone=straight)
 
 
-def _extent(read: PartRead, wanted_bytes: int, alone: bool = False) -> Extent:
-    start, stop = read.start + read.part.start, read.start + read.part.stop
-    return Extent(read.wanted.item.file, start, stop, wanted_bytes, read, alone)
+# Holding the GIL, which another thread would take for a while: the copies are short.
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = None
 
 
-def _overlap_elems(box: Box, wants: Sequence[Want]) -> int:
-    overlaps = [intersect(box, want.box) for want in wants]
-    return min(math.prod(box.sizes), sum(math.prod(overlap.sizes) for overlap in overlaps if overlap))
+def scatter(read: SmallRead, reader: RangeReader, buffer: ReadBuffer) -> bool:
+    """Have payloads put where they belong, and the frames around them into a buffer, which has room for the read. False
+    if the reader cannot do that, or one of the chunks is not just what is expected.
+    """
+    rows = read.rows
+    count, addresses = len(rows), rows["address"]
+    frames = rows["frame"] - rows["frame"][0]
+    frame_bytes = int(frames[-1] + rows["head"][-1] + rows["tail"][-1])
+    vectors = np.zeros((count, 4, 2), dtype=np.uint64)
+    vectors[:, 0, 0] = frames + buffer.address
+    vectors[:, 0, 1] = rows["head"]
+    vectors[:, 1, 0] = addresses
+    vectors[:, 1, 1] = rows["payload"]
+    vectors[:, 2, 0] = vectors[:, 0, 0] + vectors[:, 0, 1]
+    vectors[:, 2, 1] = rows["tail"]
+    vectors[:, 3, 0] = buffer.address + frame_bytes
+    vectors[:-1, 3, 1] = rows["start"][1:] - rows["stop"][:-1]
+    if not reader.scatter(read.start, vectors.ctypes.data, 4 * count, read.stop - read.start):
+        return False
+    if bytes(buffer.view[:frame_bytes]) != read.expected_frames():
+        return False
+    lowest = int(addresses.min())
+    starts = addresses - lowest
+    stops = starts + rows["payload"]
+    memory = memory_at(lowest, int(stops.max()))
+    return read.has_sums(map(memory.__getitem__, map(slice, starts.tolist(), stops.tolist())))
 
 
-def _address(want: Want, box: Box, elem_bytes: int) -> int:
-    """Where in host memory the bytes of `box` (relative to the chunk) belong, if they are contiguous there; else 0."""
-    if not want.address:
-        return 0
-    destination = runs(want.box.sizes, relative(box, want.box.offsets), elem_bytes)
-    return 0 if destination.counts else want.address + destination.first_byte
-
-
-def damaged(wanted: WantedItem, offset: int, length: int, got: int, expected: int) -> ChecksumError:
-    """The error for bytes `[offset, offset + length)` of an item, which hold its elements."""
-    start = wanted.item.offset + offset
-    what = f"the bytes [{start}, {start + length}) of {wanted.item.file} have"
-    return checksum_error(wanted.where, what, got, expected)
+def place(read: SmallRead, view: memoryview, address: int, shift: int) -> bool:
+    """Check chunks in memory, and copy their payloads to where they belong; their file would begin at `shift`. False if
+    one of them is not as expected; then nothing has been copied.
+    """
+    rows = read.rows
+    heads = rows["start"] + shift
+    payloads = heads + rows["head"]
+    tails = payloads + rows["payload"]
+    sources, stops = payloads.tolist(), tails.tolist()
+    frames = chain.from_iterable(
+        zip(map(slice, heads.tolist(), sources), map(slice, stops, (rows["stop"] + shift).tolist()), strict=True)
+    )
+    if b"".join(map(view.__getitem__, frames)) != read.expected_frames():
+        return False
+    if not read.has_sums(map(view.__getitem__, map(slice, sources, stops))):
+        return False
+    for target, source, nbytes in zip(
+        rows["address"].tolist(), (payloads + address).tolist(), rows["payload"].tolist(), strict=True
+    ):
+        _memmove(target, source, nbytes)
+    return True
 
 
 # A span of more items than this is placed by one thread at a time, while others read.
@@ -372,6 +426,8 @@ _FAR_SKEW = 2048
 Located = dict[tuple[StoredItem, torch.dtype, tuple[int, ...]], LocatedTensor]
 """Where payloads lie whose headers were read: by the item, and by the dtype and sizes that the index says it has."""
 
+_Stream = list[Span | SmallRead]
+
 
 class TensorReads:
     """Carries out one plan. `located` is kept as long as a reader's checkpoint; `ranks`: of this host, as
@@ -387,7 +443,7 @@ class TensorReads:
         index: CheckpointIndex,
         ranks: int,
     ) -> None:
-        self._files = files
+        self._files, self._policy = files, files.policy
         self._ranks = ranks
         self._times_wanted: Mapping[str, int] = {}  # by ranks of this host
         self._small_are_shared = False
@@ -395,7 +451,7 @@ class TensorReads:
         self._forms: Forms = {}
         self._stats = stats
         self._decoder = decoder
-        self._planner = Extents(files.policy, index.blocks)
+        self._running = index.blocks
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._pinned = False
         self._threads = files.reads_at_once
@@ -413,33 +469,39 @@ class TensorReads:
         small = plan.small.reads()
         needed_bytes = sum(int(span.rows["payload"].sum()) for span in small)
         self._stats.add(bytes_needed=needed_bytes + sum(wanted.needed_bytes for wanted in items))
-        ranged = [(wanted, self._planner.is_packed(wanted)) for wanted in items]
+        is_packed = self._policy.is_packed
+        ranged = [(w, is_packed(w.item.length, w.needed_bytes, has_sum=w.item.crc32 is not None)) for w in items]
         unlocated = [
             wanted
             for wanted, packed in ranged
-            if not packed and own_start(wanted) is None and _kind(wanted) not in self._located
+            if not packed and wanted.own_start() is None and wanted.kind not in self._located
         ]
         in_parallel(unlocated, self._locate, self._threads)
-        spans: Iterator[Span | SmallRead] = coalesce(self._extents(ranged), self._files.policy)
+        spans: Iterator[Span | SmallRead] = coalesce(self._extents(ranged), self._policy)
         try:
             in_order = heapq.merge(spans, small, key=attrgetter("file", "start"))
-            names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in small}
-            reads = _opening_ahead(self._streams(in_order), sorted(names), self._files.open_ahead)
-            in_parallel(reads, self._read, self._threads)
+            names = {wanted.item.file for wanted in items} | {span.file for span in small}
+            in_parallel(self._streams(in_order, sorted(names)), self._read, self._threads)
         finally:
             self._per_thread = threading.local()  # frees the buffers
         for wanted, reason in map(self._unranged.__getitem__, sorted(self._unranged)):
-            self._place_decoded(wanted, reason)
+            loaded = self._decoder.tensor(wanted.fqn, wanted.chunk, wanted.dtype, reason)
+            with torch.no_grad():
+                for want in wanted.wants:
+                    want.tensor.detach().copy_(narrow(loaded, want.box))
 
     def _extents(self, ranged: Iterable[tuple[WantedItem, bool]]) -> Iterator[Extent]:
         for wanted, packed in ranged:
-            item = wanted.item
             if packed:
-                yield Extent(item.file, item.offset, item.offset + item.length, item.length, wanted)
-            elif (start := own_start(wanted)) is not None:
-                yield from self._planner.of(wanted, start, item.crc32)
-            elif located := self._located.get(_kind(wanted)):  # else it was found not to be rangeable
-                yield from self._planner.of(wanted, item.offset + located.payload_offset, located.crc32)
+                yield ItemRead(wanted).extent()
+                continue
+            start, crc = wanted.own_start(), wanted.item.crc32
+            if start is None:
+                located = self._located.get(wanted.kind)
+                if located is None:  # it was found not to be rangeable
+                    continue
+                start, crc = wanted.item.offset + located.payload_offset, located.crc32
+            yield from PayloadReads(wanted, start, crc, self._policy, self._running).extents()
 
     def _locate(self, wanted: WantedItem) -> None:
         """Read the headers of an item of which the index does not tell where its payload lies."""
@@ -457,66 +519,70 @@ class TensorReads:
         except NotRangeable as reason:
             self._decode_later(wanted, str(reason).removeprefix(f"{wanted.where}: "))
         else:
-            self._located[_kind(wanted)] = located
+            self._located[wanted.kind] = located
 
     def _decode_later(self, wanted: WantedItem, reason: str) -> None:
         self._unranged[wanted.key] = wanted, reason
 
-    # ---------------------------------------------------------------------------------------------------- reading
-
-    def _streams(self, spans: Iterable[Span | SmallRead]) -> Iterator[_Stream]:
-        """The spans, grouped by the stream in which one thread should read them in order."""
-        for stream_bytes, some in groupby(spans, self._stream_bytes):
-            yield from batches(some, lambda span: span.stop - span.start, stream_bytes)
-
-    def _stream_bytes(self, span: Span | SmallRead) -> int:
-        return self._files.policy.stream_bytes(shared=self._is_shared(span))
-
-    def _read(self, read: _Stream | _Opening) -> None:
-        if not isinstance(read, _Opening):
-            for span in read:
-                self._read_span(span)
-            return
-        with suppress(LoadError), self._files.reader(read.file):
-            pass  # (who reads it tells the error, and what of it was to be read)
-
-    def _read_span(self, span: Span | SmallRead) -> None:
-        if isinstance(span, SmallRead):
-            self._read_small(span)
-            return
-        first = span.extents[0]
-        owner = first.owner
-        wanted = owner if isinstance(owner, WantedItem) else owner.wanted
-        with naming(lambda: wanted.where), self._files.reader(span.file, keeps=self._is_shared(span)) as reader:
-            reader.check_range(span.start, span.stop - span.start)
-            if first.alone and owner.address:
-                self._read_straight(reader, span, owner)
-                return
-            buffer = self._buffer(span.stop - span.start)
-            start, stop = padded_range(span.start, span.stop, reader.size_bytes)
-            skew = _skew(first, start)
-            reader.read_into(start, buffer.view[skew : skew + stop - start])
-        self._stats.add(reads=1, bytes_read=stop - start)
-        shift = skew - start
-        checked = 0
-        # Many small items are Python's work more than memory's: two threads at it would only wait for each other.
-        with self._placing if len(span.extents) > _MANY_ITEMS else nullcontext():
-            for extent in span.extents:
-                owner = extent.owner
-                if isinstance(owner, WantedItem):
-                    checked += self._place_packed(buffer, extent.start + shift, owner)
-                else:
-                    self._place_part(buffer, extent.start + shift, owner)
-        self._stats.add(records_checked=checked)
+    def _streams(self, spans: Iterable[Span | SmallRead], files: Iterable[str]) -> Iterator[_Stream | str]:
+        """The spans, grouped by the stream in which one thread should read them in order. Between them come names of
+        later files, if any are to be opened ahead: where opening one takes a request, nobody waits for it then.
+        """
+        ahead = self._files.open_ahead
+        later = iter(files if ahead else ())
+        yield from islice(later, ahead)
+        current = None
+        for stream_bytes, some in groupby(spans, lambda span: self._policy.stream_bytes(shared=self._is_shared(span))):
+            for stream in batches(some, lambda span: span.stop - span.start, stream_bytes):
+                if stream[0].file != current:
+                    current = stream[0].file
+                    yield from islice(later, 1)
+                yield stream
 
     def _is_shared(self, span: Span | SmallRead) -> bool:
         """Whether other ranks of this host are about to read the same, as far as the first tensor of a span tells."""
         if isinstance(span, SmallRead):
             return self._small_are_shared
         first = span.extents[0]
-        fqn = (first.owner if isinstance(first.owner, WantedItem) else first.owner.wanted).fqn
         has_gaps = first.wanted_bytes < first.stop - first.start  # requested by other ranks alone
-        return self._files.policy.is_shared(self._times_wanted.get(fqn, 0), has_gaps=has_gaps)
+        return self._policy.is_shared(self._times_wanted.get(first.owner.wanted.fqn, 0), has_gaps=has_gaps)
+
+    def _read(self, stream: _Stream | str) -> None:
+        """Read a stream, or open a file that is read later."""
+        if isinstance(stream, str):
+            with suppress(LoadError), self._files.reader(stream):
+                pass  # (the read that needs the file reports the error, with its byte range)
+            return
+        for span in stream:
+            if isinstance(span, SmallRead):
+                self._read_small(span)
+            else:
+                self._read_span(span)
+
+    def _read_span(self, span: Span) -> None:
+        first = span.extents[0]
+        read: ItemRead | PartRead = first.owner
+        with naming(lambda: read.wanted.where), self._files.reader(span.file, keeps=self._is_shared(span)) as reader:
+            reader.check_range(span.start, span.stop - span.start)
+            if isinstance(read, PartRead) and read.address and first.alone:
+                checked = read.read_straight(reader)
+                self._stats.add(reads=1, bytes_read=span.stop - span.start, records_checked=checked)
+                return
+            buffer, shift = self._read_padded(reader, span, read.alignment)
+        self._place(span.extents, buffer, shift)
+
+    def _place(self, extents: Sequence[Extent], buffer: ReadBuffer, shift: int) -> None:
+        """Check what lies in a buffer, where the file would begin at `shift`, and copy it to where it belongs."""
+        checked = 0
+        # Many small items are Python's work more than memory's: two threads at it would only wait for each other.
+        with self._placing if len(extents) > _MANY_ITEMS else nullcontext():
+            for extent in extents:
+                try:
+                    checked += extent.owner.place(buffer, extent.start + shift, self._forms)
+                except NotRangeable as reason:
+                    wanted = extent.owner.wanted
+                    self._decode_later(wanted, str(reason).removeprefix(f"{wanted.fqn}: "))
+        self._stats.add(records_checked=checked)
 
     def _read_small(self, span: SmallRead) -> None:
         start, nbytes, keeps = span.start, span.stop - span.start, self._is_shared(span)
@@ -530,126 +596,38 @@ class TensorReads:
                 return
             with self._scattering:
                 for part in parts:
-                    self._scatter(reader, part)
-
-    def _scatter(self, reader: RangeReader, span: SmallRead) -> None:
-        nbytes = span.stop - span.start
-        if scatter(span, reader, self._buffer(nbytes)):
-            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.rows))
-        else:
-            self._read_and_place(reader, span)
+                    nbytes = part.stop - part.start
+                    if scatter(part, reader, self._buffer(nbytes)):
+                        self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(part.rows))
+                    else:
+                        self._read_and_place(reader, part)
 
     def _read_and_place(self, reader: RangeReader, span: SmallRead) -> None:
-        buffer = self._buffer(span.stop - span.start)
-        start, stop = padded_range(span.start, span.stop, reader.size_bytes)
         with naming(lambda: span.wanted()[0].where):
-            reader.read_into(start, buffer.view[: stop - start])
-        self._stats.add(reads=1, bytes_read=stop - start)
+            buffer, shift = self._read_padded(reader, span)
         with self._placing:
-            if place(span, buffer.view, buffer.address, -start):
-                checked = len(span.rows)
-            else:  # each by itself: one of them is damaged, or not as this package writes it
-                checked = sum(self._place_packed(buffer, row.item.offset - start, row) for row in span.wanted())
-        self._stats.add(records_checked=checked)
+            placed = place(span, buffer.view, buffer.address, shift)
+        if placed:
+            self._stats.add(records_checked=len(span.rows))
+        else:  # each by itself: one of them is damaged, or not as this package writes it
+            self._place([ItemRead(wanted).extent() for wanted in span.wanted()], buffer, shift)
 
-    def _read_straight(self, reader: RangeReader, span: Span, read: PartRead) -> None:
-        """Read a part to where it belongs, summing it while its bytes are in the CPU's cache."""
-        item, length = read.wanted.item, span.stop - span.start
-        reader.check_range(item.offset, item.length)
-        with self._summing(read) as stream:
-            reader.read_into(span.start, memory_at(read.address, length), stream.feed)
-        self._stats.add(reads=1, bytes_read=length)
+    def _read_padded(self, reader: RangeReader, span: Span | SmallRead, alignment: int = 1) -> tuple[ReadBuffer, int]:
+        """Read a span, and the pages around it, into a buffer. Returns that, and where the file would begin in it; the
+        span begins on a multiple of `alignment` there.
+        """
+        start, stop = padded_range(span.start, span.stop, reader.size_bytes)
+        skew = -(span.start - start) % alignment
+        skew += _FAR_SKEW if skew else 0
+        buffer = self._buffer(span.stop - span.start)
+        reader.read_into(start, buffer.view[skew : skew + stop - start])
+        self._stats.add(reads=1, bytes_read=stop - start)
+        return buffer, skew - start
 
     def _buffer(self, needed_bytes: int) -> ReadBuffer:
         buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
-        size_bytes = max(needed_bytes, self._files.policy.window_bytes) + 3 * ALIGNMENT_BYTES
+        size_bytes = max(needed_bytes, self._policy.window_bytes) + 3 * ALIGNMENT_BYTES
         if buffer is None or buffer.size_bytes < size_bytes:
             self._per_thread.buffer = None  # freed before the larger one is made
             buffer = self._per_thread.buffer = ReadBuffer(size_bytes, self._pinned)
         return buffer
-
-    # ---------------------------------------------------------------------------------------------------- placing
-
-    def _place_packed(self, buffer: ReadBuffer, at: int, wanted: WantedItem) -> int:
-        """Copy a whole item out of the buffer; returns how many records were checked."""
-        view = buffer.view[at : at + wanted.item.length]
-        try:
-            located = locate_tensor_in(view, wanted.fqn, wanted.expected, self._forms)
-            wanted.check(located)
-        except NotRangeable as reason:
-            self._decode_later(wanted, str(reason).removeprefix(f"{wanted.fqn}: "))
-            return 0
-        except LoadError as error:
-            raise named(error, wanted.where) from error
-        expected, offset, length = located.record_crc32, located.record_offset, located.record_bytes
-        if expected is not None and (got := crc32(view[offset : offset + length])) != expected:
-            raise damaged(wanted, offset, length, got, expected)
-        at += located.payload_offset
-        for want in wanted.wants:
-            if want.whole and want.address:
-                ctypes.memmove(want.address, buffer.address + at, located.payload_bytes)
-            else:
-                sizes = wanted.chunk.sizes
-                place_box(buffer, at, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
-        return int(expected is not None)
-
-    def _place_decoded(self, wanted: WantedItem, reason: str) -> None:
-        loaded = self._decoder.tensor(wanted.fqn, wanted.chunk, wanted.dtype, reason)
-        with torch.no_grad():
-            for want in wanted.wants:
-                want.tensor.detach().copy_(narrow(loaded, want.box))
-
-    def _place_part(self, memory: HostBytes, at: int, read: PartRead) -> None:
-        """Check a part that lies in memory, and copy it to where it belongs."""
-        length = read.part.stop - read.part.start
-        if read.sums is not None or read.address:
-            with self._summing(read) as stream:
-                for done in range(0, length, _CACHED_BYTES):
-                    nbytes, source = min(_CACHED_BYTES, length - done), memory.address + at + done
-                    if read.address:
-                        ctypes.memmove(read.address + done, source, nbytes)
-                        source = read.address + done
-                    stream.feed(memory_at(source, nbytes))
-        if not read.address:
-            for want in read.wants:
-                place_box(memory, at, read.part.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
-
-    @contextmanager
-    def _summing(self, read: PartRead) -> Iterator[PartSum]:
-        """Takes the bytes of a part, and compares their sums."""
-        stream = PartSum(read.sums, read.part.start)
-        yield stream
-        stream.finish()
-        self._stats.add(records_checked=stream.records)
-
-
-def _kind(wanted: WantedItem) -> tuple[StoredItem, torch.dtype, tuple[int, ...]]:
-    return wanted.item, wanted.dtype, wanted.chunk.sizes
-
-
-class _Opening(NamedTuple):
-    """A file that is read later, and is opened already: where that takes a request, nobody waits for it then."""
-
-    file: str
-
-
-_Stream = list[Span | SmallRead]
-
-
-def _opening_ahead(streams: Iterable[_Stream], files: Iterable[str], ahead: int) -> Iterator[_Stream | _Opening]:
-    """The streams, and between them files that come later, if any are to be opened ahead."""
-    left = map(_Opening, files if ahead else ())
-    yield from islice(left, ahead)
-    current = None
-    for stream in streams:
-        if stream[0].file != current:
-            current = stream[0].file
-            yield from islice(left, 1)
-        yield stream
-
-
-def _skew(first: Extent, start: int) -> int:
-    """How far into the buffer to read a span from `start` on, so that its first part lies aligned there."""
-    owner = first.owner
-    skew = -(first.start - start) % owner.alignment if isinstance(owner, PartRead) else 0
-    return skew + _FAR_SKEW if skew else 0

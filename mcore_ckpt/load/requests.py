@@ -3,6 +3,11 @@
 A request names a slice of a global tensor and the destination for it. The slice may overlap many stored chunks, which
 have to hold all of it together. A `LoadPlan` holds each stored item once, with all destinations that request a part.
 
+A load under the layout of the save requests small complete chunks by the ten thousand. `SmallChunks` holds their places
+and addresses. The index gives the position of each, the bytes that frame its payload (this package's, for such a
+tensor), and its CRC-32. So the chunks of one read are checked together: the frames around their payloads, and the sums
+of these.
+
 Where the stored dtype is not the destination's, elements are converted as `torch.Tensor.copy_` does, with one warning
 for the load, or refused. Destinations that share memory (tied weights that were saved as several tensors, views of one
 buffer) are found before anything is read, and are read one after the other, in the order of their requests.
@@ -10,23 +15,24 @@ buffer) are found before anything is read, and are read one after the other, in 
 
 from __future__ import annotations
 
-import bisect
 import math
 import operator
 import warnings
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from itertools import count
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import ReadItem
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative
 from mcore_ckpt.core.console import counted, logger_of
+from mcore_ckpt.core.crc import crc32s
 from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     DtypeMismatchError,
@@ -34,21 +40,11 @@ from mcore_ckpt.core.errors import (
     LoadError,
     ShapeMismatchError,
 )
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
-from mcore_ckpt.load.placement import (
-    FEW_CHUNKS,
-    Want,
-    WantedItem,
-    address_of,
-    can_be_filled,
-    memory_of,
-    narrow,
-    only_box,
-)
-from mcore_ckpt.load.policy import ReadPolicy
+from mcore_ckpt.format.index import CheckpointIndex, ChunkLookup, PackedTensors, StoredChunk, TensorEntry, TensorForm
+from mcore_ckpt.format.item import tensor_template
+from mcore_ckpt.load.placement import Want, WantedItem, address_of, can_be_filled, memory_of, narrow
+from mcore_ckpt.load.ranges import ReadPolicy
 from mcore_ckpt.load.records import missing_key
-from mcore_ckpt.load.small import SmallChunks
-from mcore_ckpt.state.shards import local_chunks
 from mcore_ckpt.state.torch_classes import dtype_name, torch_dtype
 
 _logger = logger_of(__name__)
@@ -124,10 +120,11 @@ def _converts(stored: torch.dtype, requested: torch.dtype) -> bool:
     return True
 
 
-_Array = np.ndarray[Any, np.dtype[Any]]
+_Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+_Rows = np.ndarray[tuple[int], np.dtype[np.void]]
 
 
-def may_overlap(starts: _Array, stops: _Array) -> bool:
+def may_overlap(starts: _Ints, stops: _Ints) -> bool:
     """Whether any two of the ranges `[start, stop)` have a byte in common."""
     order = np.argsort(starts)
     reach = np.maximum.accumulate(stops[order])
@@ -205,7 +202,7 @@ def tensor_entry(fqn: str, index: CheckpointIndex) -> TensorEntry:
 
 
 @lru_cache(maxsize=4096)
-def _whole_box(sizes: tuple[int, ...]) -> Box:
+def _complete(sizes: tuple[int, ...]) -> Box:
     return Box((0,) * len(sizes), sizes)
 
 
@@ -215,6 +212,239 @@ def stored_dtype(entry: TensorEntry) -> torch.dtype:
     if dtype is None:
         raise LoadError(f"{entry.fqn}: stored as {entry.dtype}, which torch {torch.__version__} does not have")
     return dtype
+
+
+# So many items can be scattered by one call: the kernel takes 1,024 places (UIO_MAXIOV), of which each wants four.
+_MAX_SCATTERED: Final = 256
+
+
+class _Kind(NamedTuple):
+    """What all items have in common that this package writes for a dtype and shape."""
+
+    dtype: torch.dtype  # of the destination
+    item_bytes: int  # length of an item
+    head_bytes: int  # length of the frame before the payload
+    payload_bytes: int  # length of the payload
+    frame: bytes  # what stands before and behind the payload, with zeros where its CRC-32 belongs
+    first_crc: int  # where in `frame` it belongs
+    second_crc: int  # where in `frame` it belongs
+
+    @classmethod
+    def of(cls, dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:
+        """The kind of what is stored so; None if this package writes no such items, or they hold nothing."""
+        try:
+            template = tensor_template(dtype, sizes)
+        except ValueError:
+            return None
+        if not template.payload_bytes:
+            return None
+        head_bytes, frame = len(template.head), template.head + template.tail
+        first, second = (head_bytes + position for position in template.crc_positions)
+        return cls(own, template.item_bytes, head_bytes, template.payload_bytes, frame, first, second)
+
+    def row(self, number: int) -> tuple[int, ...]:
+        """A `_ROW` of this kind and number, where nothing else is known; `stop` is the length of its item."""
+        sizes = self.item_bytes, self.head_bytes, self.payload_bytes
+        return (0, number, 0, *sizes, sizes[0] - sizes[1] - sizes[2], 0, 0, self.first_crc, self.second_crc, 0)
+
+
+# One small chunk that is read.
+_ROW: Final = np.dtype(
+    [
+        ("number", "i8"),  # among the chunks that were taken
+        ("kind", "i8"),  # number of its kind
+        ("start", "i8"),  # its item in the file: first byte
+        ("stop", "i8"),  # end
+        ("head", "i8"),  # bytes before the payload
+        ("payload", "i8"),  # bytes of the payload
+        ("tail", "i8"),  # bytes behind the payload
+        ("address", "i8"),  # where the payload belongs
+        ("frame", "i8"),  # where its frame begins, if the frames of all chunks lie side by side
+        ("first_crc", "i8"),  # where the CRC-32 belongs, counted as `frame`
+        ("second_crc", "i8"),  # where it belongs again
+        ("crc", "<u4"),  # CRC-32 of the payload
+    ],
+    align=True,
+)
+
+
+class _NumberedBox(NamedTuple):
+    """A chunk of a form."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    number: int  # among the chunks of the form
+
+
+_FOUR = np.arange(4)
+
+
+class SmallChunks:
+    """Collects items all of which is requested, if `policy` takes them for small; where there is a manifest, with a
+    checksum for each. Keeps the destinations alive. `kinds`: what their items have in common.
+    """
+
+    def __init__(self, index: CheckpointIndex, policy: ReadPolicy) -> None:
+        # Destination, where its bytes lie, number of the chunk in the index, number of its kind.
+        self._chunks: list[tuple[torch.Tensor, int, int, int]] = []
+        self.kinds: list[_Kind] = []
+        tensors = index.tensors
+        self._packed = tensors if isinstance(tensors, PackedTensors) and tensors.places.crcs else None
+        self._policy = policy
+        self._taken = bytearray(0 if self._packed is None else len(self._packed.places.lengths))
+        # By form of a global tensor (`id`: they belong to the index), slice, and shape: number of the chunk, number and
+        # dtype of its kind, bytes of its item; None: it is left to others.
+        self._places: dict[tuple[int, Any, Any, Any], tuple[int, int, torch.dtype, int] | None] = {}
+        self._lookups: dict[int, ChunkLookup[_NumberedBox]] = {}  # by form, too
+
+    def take(self, requests: Iterable[ReadRequest]) -> list[ReadRequest]:
+        """Add a request for a small item that can be copied to its destination as it is. Returns all other requests,
+        which may be wrong, or merely unusual.
+        """
+        packed = self._packed
+        if packed is None:
+            return list(requests)
+        row_of, forms, firsts, lengths = packed.rows.get, packed.forms, packed.firsts, packed.places.lengths
+        places, taken = self._places, self._taken
+        others: list[ReadRequest] = []
+        for request in requests:
+            fqn, tensor, offsets, sizes, shape, _ = request
+            row = row_of(fqn)
+            if row is not None and tensor.shape == sizes:
+                form = forms[row]
+                key = id(form), offsets, sizes, shape
+                place = places[key] if key in places else self._find(form, offsets, sizes, shape)
+                if place is not None:
+                    chunk, kind, dtype, item_bytes = place
+                    number, address = firsts[row] + chunk, address_of(tensor, dtype)
+                    if address and lengths[number] == item_bytes and not taken[number]:
+                        taken[number] = 1
+                        self._chunks.append((tensor, address, number, kind))
+                        continue
+            others.append(request)
+        return others
+
+    def memory(self) -> tuple[_Ints, _Ints]:
+        """Where the destinations lie: first bytes and ends."""
+        starts = np.array([address for _, address, _, _ in self._chunks], dtype=np.int64)
+        payloads = [kind.payload_bytes for kind in self.kinds]
+        return starts, starts + np.array([payloads[kind] for _, _, _, kind in self._chunks], dtype=np.int64)
+
+    def _find(
+        self, form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...] | None
+    ) -> tuple[int, int, torch.dtype, int] | None:
+        place = None
+        if form.shape == shape and len(offsets) == len(sizes) == len(form.shape):
+            lookup = self._lookups.get(id(form))
+            if lookup is None:
+                boxes = list(map(_NumberedBox, form.offsets, form.sizes, count()))
+                lookup = self._lookups[id(form)] = ChunkLookup(boxes)
+            chunk, dtype = lookup.only(Box(offsets, sizes)), torch_dtype(form.dtype)
+            kind = None if dtype is None else _Kind.of(form.dtype, sizes, dtype)
+            if chunk is not None and kind is not None and kind.item_bytes <= self._policy.max_small_bytes:
+                place = chunk.number, len(self.kinds), kind.dtype, kind.item_bytes
+                self.kinds.append(kind)
+        self._places[id(form), offsets, sizes, shape] = place
+        return place
+
+    def wanted_by_several(self, ranks: int) -> bool:
+        """Whether, as `LoadPlan.times_wanted` counts, all of them are requested twice."""
+        if self._packed is None or not self._chunks:
+            return False
+        _, _, numbers, kinds = zip(*self._chunks, strict=True)
+        rows = np.searchsorted(self._packed.firsts, numbers, "right") - 1
+        tensors = Counter(map(self._packed.forms.__getitem__, set(rows.tolist())))
+        wanted = sum(self.kinds[number].payload_bytes * count for number, count in Counter(kinds).items())
+        there = sum(_tensor_bytes(form) * count for form, count in tensors.items())
+        return bool(ranks * wanted >= 2 * there)
+
+    def wanted(self, at: int) -> WantedItem:
+        """One of them, as any other item that is requested."""
+        assert self._packed is not None
+        tensor, address, number, kind_number = self._chunks[at]
+        row = bisect_right(self._packed.firsts, number) - 1
+        form, which = self._packed.forms[row], number - self._packed.firsts[row]
+        chunk = StoredChunk(form.offsets[which], form.sizes[which], self._packed.places.item(number))
+        kind, sizes = self.kinds[kind_number], chunk.sizes
+        want = Want(Box((0,) * len(sizes), sizes), True, tensor, address)
+        return WantedItem(self._packed.names[row], kind.dtype, chunk, kind.payload_bytes, [want])
+
+    def reads(self) -> list[SmallRead]:
+        """Join chunks with cheap gaps between them into reads; in order of file and start."""
+        if self._packed is None or not self._chunks:
+            return []
+        _, addresses, taken, kinds = zip(*self._chunks, strict=True)
+        places, numbers = self._packed.places, np.array(taken, dtype=np.int64)
+        rows = np.array([kind.row(number) for number, kind in enumerate(self.kinds)], dtype=_ROW)[list(kinds)]
+        rows["number"], rows["address"] = np.arange(len(rows)), addresses
+        rows["start"] = np.frombuffer(places.offsets, dtype=np.int64)[numbers]
+        rows["stop"] += rows["start"]
+        rows["crc"] = np.frombuffer(places.crcs, dtype=np.uint32)[numbers]
+        files = np.frombuffer(places.file_numbers, dtype=np.uint32)[numbers]
+        ranks = np.empty(len(places.files), dtype=np.int64)
+        by_name = sorted(range(len(places.files)), key=places.files.__getitem__)
+        ranks[by_name] = np.arange(len(by_name))
+        order = np.lexsort((rows["start"], ranks[files]))
+        rows, files = rows[order], files[order]
+        frames = rows["head"] + rows["tail"]
+        rows["frame"] = np.cumsum(frames) - frames
+        rows["first_crc"] += rows["frame"]
+        rows["second_crc"] += rows["frame"]
+        is_end = np.diff(files) != 0
+        is_end |= rows["start"][1:] - rows["stop"][:-1] > self._policy.cheap_gap_bytes
+        joined: list[SmallRead] = []
+        first = 0
+        for end in [*(np.flatnonzero(is_end) + 1).tolist(), len(rows)]:
+            joined += self._cut(places.files[files[first]], rows[first:end], self._policy.window_bytes, end - first)
+            first = end
+        return joined
+
+    def shorter(self, read: SmallRead, window_bytes: int) -> list[SmallRead]:
+        """`read` in shorter reads, each of which can be scattered."""
+        return list(self._cut(read.file, read.rows, window_bytes, _MAX_SCATTERED))
+
+    def _cut(self, file: str, rows: _Rows, window_bytes: int, max_items: int) -> Iterator[SmallRead]:
+        """Reads of at most `window_bytes` and `max_items`, or of one item."""
+        starts, stops = np.ascontiguousarray(rows["start"]), np.ascontiguousarray(rows["stop"])
+        at = 0
+        while at < len(rows):
+            fitting = int(np.searchsorted(stops, starts[at] + window_bytes, "right"))
+            end = max(min(fitting, at + max_items), at + 1)
+            yield SmallRead(file, int(starts[at]), int(stops[end - 1]), rows[at:end], self)
+            at = end
+
+
+def _tensor_bytes(form: TensorForm) -> int:
+    dtype = torch_dtype(form.dtype)
+    return 0 if dtype is None else math.prod(form.shape) * dtype.itemsize
+
+
+class SmallRead(NamedTuple):
+    """One read: bytes `[start, stop)` of a file, and a row for each chunk that lies in it, in order."""
+
+    file: str
+    start: int
+    stop: int
+    rows: _Rows
+    chunks: SmallChunks
+
+    def wanted(self) -> list[WantedItem]:
+        """Each chunk by itself."""
+        return list(map(self.chunks.wanted, self.rows["number"].tolist()))
+
+    def expected_frames(self) -> bytes:
+        """What should stand around the payloads, side by side."""
+        rows, kinds = self.rows, self.chunks.kinds
+        expected = bytearray().join([kinds[number].frame for number in rows["kind"].tolist()])
+        content, first = np.frombuffer(expected, dtype=np.uint8), rows["frame"][0]
+        crcs = np.ascontiguousarray(rows["crc"]).view(np.uint8).reshape(-1, 4)
+        for name in ("first_crc", "second_crc"):
+            content[(rows[name] - first)[:, None] + _FOUR] = crcs
+        return bytes(expected)
+
+    def has_sums(self, payloads: Iterable[memoryview]) -> bool:
+        """Whether payloads, in order, have the sums that the index says."""
+        return np.fromiter(crc32s(payloads), "<u4", len(self.rows)).tobytes() == self.rows["crc"].tobytes()
 
 
 class LoadPlan:
@@ -228,7 +458,7 @@ class LoadPlan:
         self._index = index
         self._conversions = conversions
         self._policy = policy
-        self._lookups: dict[str, ChunkLookup] = {}
+        self._lookups: dict[str, ChunkLookup[StoredChunk]] = {}
         self._elems: dict[str, tuple[int, int]] = {}  # of each tensor: those that are requested, and all
         self._requests: list[ReadRequest] = []
         self._tensors: list[torch.Tensor] = []  # destinations of `items`
@@ -241,34 +471,25 @@ class LoadPlan:
         for request in self.small.take(requests):
             fqn, tensor, offsets, sizes = request[:4]
             entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
-            dtype = self._dtype_of(entry, tensor)
-            self._note(fqn, tensor)
+            dtype = stored_dtype(entry)
+            if tensor.dtype is not dtype:
+                self._conversions.note(fqn, dtype, tensor.dtype)
+            if not can_be_filled(tensor):
+                raise LoadError(
+                    f"{fqn}: the destination ({type(tensor).__name__}) is on the meta device, and what is loaded would "
+                    "be lost; put it on a device first (`to_empty`), or leave it out of the load"
+                )
+            self._tensors.append(tensor)
             _check_shape(request, entry, index)
-            chunks: Sequence[StoredChunk] = entry.chunks
-            if len(chunks) <= FEW_CHUNKS:
-                only = only_box([chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks], offsets, sizes)
-                if only is not None:
-                    self._add_part(entry, dtype, chunks[only], _whole_box(sizes), tensor)
-                    continue
+            lookup = self._lookups.get(fqn)
+            if lookup is None:
+                lookup = self._lookups[fqn] = ChunkLookup(entry.chunks)
             box = Box(tuple(offsets), tuple(sizes))
-            self._add_parts(request, box, entry, dtype, self._chunks_at(box, entry))
-
-    def _chunks_at(self, box: Box, entry: TensorEntry) -> Sequence[StoredChunk]:
-        """Chunks that may overlap a slice."""
-        if len(entry.chunks) <= FEW_CHUNKS:
-            return entry.chunks
-        lookup = self._lookups.get(entry.fqn)
-        if lookup is None:
-            lookup = self._lookups[entry.fqn] = ChunkLookup(entry.chunks)
-        return lookup.overlapping(box)
-
-    def _note(self, fqn: str, tensor: torch.Tensor) -> None:
-        if not can_be_filled(tensor):
-            raise LoadError(
-                f"{fqn}: the destination ({type(tensor).__name__}) is on the meta device, and what is loaded would be "
-                "lost; put it on a device first (`to_empty`), or leave it out of the load"
-            )
-        self._tensors.append(tensor)
+            only = lookup.only(box)
+            if only is None:
+                self._add_parts(request, box, entry, dtype, lookup.near(box))
+            else:
+                self._add_part(entry, dtype, only, _complete(only.sizes), tensor)
 
     def times_wanted(self, ranks: int) -> dict[str, int]:
         """How often so many ranks of this host, if each requests as much of a tensor among `items` as this one, request
@@ -298,12 +519,6 @@ class LoadPlan:
             turn.add(requests)
             turns.append(turn)
         return turns
-
-    def _dtype_of(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.dtype:
-        dtype = torch_dtype(entry.dtype) or stored_dtype(entry)
-        if tensor.dtype is not dtype:
-            self._conversions.note(entry.fqn, dtype, tensor.dtype)
-        return dtype
 
     def _add_parts(
         self, request: ReadRequest, box: Box, entry: TensorEntry, dtype: torch.dtype, chunks: Iterable[StoredChunk]
@@ -369,42 +584,3 @@ def _check_shape(request: ReadRequest, entry: TensorEntry, index: CheckpointInde
                 f"{fqn}: the box at {list(offsets)} of sizes {list(sizes)} does not lie inside the global shape"
                 f" {list(shape)} that the checkpoint {index.path} holds"
             )
-
-
-def check_planned(items: Iterable[ReadItem], state_dict: Mapping[str, Any], stored: Container[str], where: str) -> None:
-    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors of a flat state dict. DCP plans the
-    overlaps that it finds, and leaves the rest of a tensor as it was, without a word.
-    """
-    planned: Counter[str] = Counter()
-    for item in items:
-        planned[item.storage_index.fqn] += math.prod(item.lengths)
-    for key, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and key in stored:
-            elems = sum(math.prod(chunk.sizes) for chunk in local_chunks(value))
-            if planned[key] != elems:
-                raise CorruptCheckpointError(
-                    f"{key}: {elems} stored elements are requested, the chunks in {where} hold {planned[key]} of "
-                    "them: the save did not finish or its index is damaged (load an earlier checkpoint), or it holds "
-                    "the part of one rank alone (load under the layout of the save)"
-                )
-
-
-class ChunkLookup:
-    """The chunks of one tensor that overlap a slice, sorted along the axis in which they differ most: of a regular grid
-    of n along one axis, which is what sharding makes, O(log n) are looked at. Of each `offsets` and `sizes` are used.
-    """
-
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        axes = range(len(chunks[0].offsets))
-        self._axis = max(axes, key=lambda axis: len({chunk.offsets[axis] for chunk in chunks}), default=0)
-        axis = self._axis
-        self._chunks = sorted(chunks, key=lambda chunk: chunk.offsets[axis])
-        self._starts = [chunk.offsets[axis] for chunk in self._chunks]
-        self._longest = max(chunk.sizes[axis] for chunk in chunks)
-
-    def overlapping(self, box: Box) -> list[Any]:
-        """Chunks that may overlap `box`, and few others."""
-        start = box.offsets[self._axis]
-        first = bisect.bisect_left(self._starts, start - self._longest + 1)
-        last = bisect.bisect_left(self._starts, start + box.sizes[self._axis])
-        return self._chunks[first:last]

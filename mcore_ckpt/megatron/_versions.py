@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError, UnsupportedMegatronError
-from mcore_ckpt.format.versions import version_of
+from mcore_ckpt.format.zip_records import version_of
 
 # The one list: scripts/test_matrix.sh reads this line, and a test compares it with README and docs/megatron.md.
 TESTED_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")

@@ -273,7 +273,7 @@ def is_ours(strategy: Any) -> bool:
 
 def synced_load(stock: Any) -> Any:
     """`load` of Megatron's fully parallel wrapper, ahead of which the ranks come together: it gathers. Of objects, the
-    versions that ranks have of them (`format/versions.py`) take the place of what it gathers.
+    versions that ranks have of them (`format/zip_records.py`) take the place of what it gathers.
     """
 
     @functools.wraps(stock)

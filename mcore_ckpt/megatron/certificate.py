@@ -49,11 +49,10 @@ from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, TensorEntry, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.parameter_table import GROUP_OBJECT, stored_tables, tensors_of_buckets
-from mcore_ckpt.format.versions import layout_of_versions
+from mcore_ckpt.format.zip_records import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
-from mcore_ckpt.load.reader import CheckpointReader
-from mcore_ckpt.load.shards import read_shards
+from mcore_ckpt.load.reader import CheckpointReader, read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.calls import MegatronLoad, in_progress, metadata_version
 from mcore_ckpt.megatron.other_division import (

@@ -33,7 +33,7 @@ from mcore_ckpt.format.parameter_table import (
     flat_buckets,
     table_holders,
 )
-from mcore_ckpt.format.versions import member_of
+from mcore_ckpt.format.zip_records import member_of
 from mcore_ckpt.load.parameters import BucketReads, advice_on_states
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.megatron._versions import is_first_rank, parallel_sizes, parameter_group_identifiers

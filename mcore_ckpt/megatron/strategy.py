@@ -33,11 +33,9 @@ from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.parameter_table import GROUP_OBJECT, stored_tables, tensors_of_buckets
-from mcore_ckpt.load.files import ReadStats
 from mcore_ckpt.load.ranges import batches
-from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here
-from mcore_ckpt.load.records import replaced_error
-from mcore_ckpt.load.shards import read_shards
+from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here, read_shards
+from mcore_ckpt.load.records import ReadStats, replaced_error
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
     MegatronErrors,

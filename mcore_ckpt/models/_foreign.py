@@ -37,7 +37,7 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
 )
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,

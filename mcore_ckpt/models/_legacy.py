@@ -26,7 +26,7 @@ from typing import Any
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
-from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.state_file import StateFile, StateRecord
 from mcore_ckpt.format.tensor_pickle import FileTensor
 from mcore_ckpt.models._foreign import file_range, import_conversion, layout_of, read_state

@@ -41,12 +41,11 @@ from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.directory.iterations import sync_folders
 from mcore_ckpt.directory.publish import bind_common_file
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.image.layout import PlannedFile
 from mcore_ckpt.image.writer import ImageWriter, WindowPool
-from mcore_ckpt.load.files import padded_range
-from mcore_ckpt.load.records import item_name
+from mcore_ckpt.load.records import item_name, padded_range
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
 from mcore_ckpt.reshard.plan import Division, Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
 from mcore_ckpt.reshard.target_directory import Target, begun_work, refuse_target, target_folder

@@ -24,7 +24,7 @@ from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import ChecksumError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry, parse_object_key
 from mcore_ckpt.format.integrity import TableColumns, data_file_name, shown_id
-from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.image.layout import (
     BucketLayout,

@@ -32,7 +32,7 @@ from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, 
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.load.checks import range_crc
 from mcore_ckpt.load.records import chunk_name, contiguous_around
 from mcore_ckpt.storage.base import RangeReader, Storage

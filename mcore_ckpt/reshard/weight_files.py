@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import TensorEntry
-from mcore_ckpt.format.item_layout import ArchiveLayout, element_bytes
+from mcore_ckpt.format.item import ArchiveLayout, element_bytes
 from mcore_ckpt.format.safe_pickle import MEGATRON_CLASSES
 from mcore_ckpt.format.state_file import StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, contiguous_strides, dtype_entry

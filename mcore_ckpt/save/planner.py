@@ -37,7 +37,7 @@ from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry, StoredItem, f
 from mcore_ckpt.format.integrity import data_file_name, with_id
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.format.safe_pickle import warn_of_refused
-from mcore_ckpt.format.versions import with_members
+from mcore_ckpt.format.zip_records import with_members
 from mcore_ckpt.image.layout import BucketLayout, TensorSpec, WriteBucket, fill_bucket, lay_out_file, objects_end
 from mcore_ckpt.image.manifest import GlobalPlan
 from mcore_ckpt.state.plan_check import Accesses, check_saves

@@ -7,7 +7,7 @@ if they do not, each rank sends 12 bytes for each replica, which say what differ
 
 **Objects** (`ShardedObject` with another `replica_id` than 0). Each rank tells a digest of every object in the exchange
 that a save begins with (`planner.py`). Only if two of one key differ, ranks send what they hold. Of what really
-differs, the rank that saves the main one keeps each version with it (`format/versions.py`), and the log names keys and
+differs, the rank that saves the main one keeps each version with it (`with_versions`), and the log names keys and
 ranks before the checkpoint is published. Or the save is refused.
 """
 
@@ -28,7 +28,7 @@ from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.format.versions import with_versions
+from mcore_ckpt.format.zip_records import with_versions
 from mcore_ckpt.image.manifest import GlobalPlan
 from mcore_ckpt.state.plans import LocalPlan
 from mcore_ckpt.state.shards import contents, is_main_replica, is_sharded_tensor, leaves, stored_form

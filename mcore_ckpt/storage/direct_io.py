@@ -16,6 +16,12 @@ nothing left to do.
 The calls that Python does not wrap are advice: where the C library or the file system lacks one, nothing happens and
 the data are written all the same, more slowly. What is not advice is the error of a write-back, which `write_back` does
 report.
+
+On file systems that hosts share, another host may just have replaced or removed a file. For some seconds GlusterFS
+gives a name's old file from its caches, or answers ESTALE; NFS answers so of an open file that is gone. A server that
+is asked knows better. So the server has to `confirm` what was opened, and a look that is answered ESTALE is repeated
+for half a minute (`look_again`), as clients of NFS do. Before that the directory is listed: clients take names from the
+server then. Looks only: no change of a file is asked for twice.
 """
 
 from __future__ import annotations
@@ -28,14 +34,14 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.storage._shared import close_read, confirm, look_again, was_there
 from mcore_ckpt.storage.base import (
     ALIGNMENT_BYTES,
     DirectIo,
@@ -47,6 +53,55 @@ from mcore_ckpt.storage.base import (
     check_name,
     saving,
 )
+
+_T = TypeVar("_T")
+
+# GlusterFS with two bricks has been seen to answer ESTALE for 9 s when it was asked for what a healthy file holds.
+# (EAGAIN: a lock that another process has, if only to look.)
+_LOOKS_S: Final = 30.0
+_AGAIN: Final = (errno.ESTALE, errno.EAGAIN)
+_PAUSE_S: Final = 0.02
+# No file has it. Clients answer from their caches about names and contents, but ask the server for this.
+_ATTRIBUTE: Final = "user.mcore_ckpt"
+
+
+def look_again(path: str, look: Callable[[], _T]) -> _T:
+    """What `look` returns; while it is answered ESTALE it is called again, for some seconds. It changes nothing."""
+    until_s = time.monotonic() + _LOOKS_S
+    while True:
+        try:
+            return look()
+        except OSError as error:
+            if error.errno not in _AGAIN or time.monotonic() > until_s:
+                raise
+        with contextlib.suppress(OSError):
+            os.listdir(os.path.dirname(path) or ".")
+        time.sleep(_PAUSE_S)
+
+
+@contextlib.contextmanager
+def was_there() -> Iterator[None]:
+    """A file was there right before the block; if it is gone within, it is looked at again."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), error.filename) from error
+
+
+def confirm(fd: int) -> None:
+    """Ask the server for the file that was opened; raises ESTALE if it is gone."""
+    try:
+        os.getxattr(fd, _ATTRIBUTE)
+    except OSError as error:
+        if error.errno in (errno.ESTALE, errno.ENOENT):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
+
+
+def close_read(fd: int) -> None:
+    """Close what was only read: whatever that is answered, nothing is lost."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
 
 # Answers of a file system that does not know a call, as opposed to a call that failed.
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
@@ -379,17 +434,17 @@ class BouncePool:
             if self._readers == 0:
                 self._free.clear()
 
-    def take(self) -> memoryview:
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[memoryview]:
         """A buffer for one piece and the pages around it, page-aligned."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
-        return aligned_buffer(_BOUNCE_BYTES)
-
-    def give_back(self, buffer: memoryview) -> None:
-        """Return a buffer that `take` lent."""
-        with self._lock:
-            self._free.append(buffer)
+            buffer = self._free.pop() if self._free else None
+        buffer = aligned_buffer(_BOUNCE_BYTES) if buffer is None else buffer
+        try:
+            yield buffer
+        finally:
+            with self._lock:
+                self._free.append(buffer)
 
 
 class LocalReader(RangeReader):
@@ -437,8 +492,9 @@ class LocalReader(RangeReader):
                 start = offset + done
                 # Pieces end on aligned offsets, so that those after the first begin on one.
                 piece = view[done : done + _PIECE_BYTES - start % ALIGNMENT_BYTES]
-                if self._wants_direct(start, len(piece)):
-                    self._read_direct(start, piece, arrived)
+                is_long, fd = len(piece) >= _MIN_DIRECT_BYTES, self._direct_fd
+                if fd is not None and is_long and not self.is_cached(start, len(piece)):
+                    self._read_direct(fd, start, piece, arrived)
                 else:
                     self._read_buffered(self._fd, start, piece, arrived)
                 done += len(piece)
@@ -458,11 +514,6 @@ class LocalReader(RangeReader):
     def is_cached(self, offset: int, length: int) -> bool:
         return self._residency is not None and self._residency.cached_share(offset, length) >= _MOSTLY_CACHED
 
-    def _wants_direct(self, offset: int, nbytes: int) -> bool:
-        if self._direct_fd is None:
-            return False
-        return nbytes >= _MIN_DIRECT_BYTES and not self.is_cached(offset, nbytes)
-
     def _read_at(self, fd: int, view: memoryview, offset: int) -> int:
         return look_again(self.name, partial(os.preadv, fd, [view], offset))
 
@@ -475,7 +526,7 @@ class LocalReader(RangeReader):
             arrived(view[done : done + got])
             done += got
 
-    def _read_direct(self, offset: int, view: memoryview, arrived: _Arrived) -> None:
+    def _read_direct(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> None:
         """Read with O_DIRECT, straight into `view` where its address allows it."""
         done = 0
         # Memory and file are aligned together.
@@ -485,40 +536,31 @@ class LocalReader(RangeReader):
                 position, left = offset + done, view[done:]
                 whole_bytes = len(left) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
                 if straight and position % ALIGNMENT_BYTES == 0 and whole_bytes:
-                    got = self._read_at(self._direct(), left[:whole_bytes], position)
+                    got = self._read_at(fd, left[:whole_bytes], position)
                     if got == 0:
                         self._ended_early(position, offset, len(view))
                     arrived(left[:got])
                     done += got
                 else:
                     ragged = left[: align_up(position) - position] if straight and position % ALIGNMENT_BYTES else left
-                    done += self._read_copied(position, ragged, arrived)
+                    done += self._read_copied(fd, position, ragged, arrived)
         except OSError as error:
             # The file system takes the flag and not the read, or asks for more alignment than any known to us.
             if error.errno != errno.EINVAL or self._fd is None:
                 raise
             self._read_buffered(self._fd, offset + done, view[done:], arrived)
 
-    def _direct(self) -> int:
-        if self._direct_fd is None:
-            raise OSError(errno.EBADF, "the reader was closed during a read")
-        return self._direct_fd
-
-    def _read_copied(self, offset: int, view: memoryview, arrived: _Arrived) -> int:
+    def _read_copied(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> int:
         """Read the first bytes of `view` through an aligned buffer; returns how many."""
         start = offset - offset % ALIGNMENT_BYTES
-        buffer = self._bounce.take()
-        try:
+        with self._bounce.lent() as buffer:
             wanted = align_up(min(offset + len(view) - start, len(buffer)))
-            got = self._read_at(self._direct(), buffer[:wanted], start) - (offset - start)
+            got = self._read_at(fd, buffer[:wanted], start) - (offset - start)
             if got <= 0:
                 self._ended_early(offset, offset, len(view))
             got = min(got, len(view))
-            read = buffer[offset - start :][:got]
-            _copy(view, read, arrived)
+            _copy(view, buffer[offset - start :][:got], arrived)
             return got
-        finally:
-            self._bounce.give_back(buffer)
 
     def _ended_early(self, at: int, offset: int, nbytes: int) -> NoReturn:
         raise CorruptCheckpointError(

@@ -22,7 +22,6 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import StorePath, local_path, store_url
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage._shared import close_read, look_again, was_there
 from mcore_ckpt.storage.base import (
     DirectIo,
     FileVersion,
@@ -35,7 +34,16 @@ from mcore_ckpt.storage.base import (
     save_error,
     saving,
 )
-from mcore_ckpt.storage.direct_io import FILE_MODE, BouncePool, LocalReader, LocalWriter, open_regular
+from mcore_ckpt.storage.direct_io import (
+    FILE_MODE,
+    BouncePool,
+    LocalReader,
+    LocalWriter,
+    close_read,
+    look_again,
+    open_regular,
+    was_there,
+)
 
 # A file system that cannot sync a directory (some FUSE and network ones) answers so; it has no such promise to keep.
 _NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})

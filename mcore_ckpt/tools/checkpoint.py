@@ -26,7 +26,7 @@ from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, MissingKeyError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
-from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
 from mcore_ckpt.load.records import check_apart, missing_key, of_one_save
 from mcore_ckpt.storage.base import FileVersion

@@ -29,8 +29,7 @@ from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
-from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.item_reading import verify_records
+from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.state_file import StoredStorage
 from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES

@@ -26,22 +26,23 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadEr
 from mcore_ckpt.core.options import LoadOptions, PageCache
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
 from mcore_ckpt.format.integrity import inner_blocks
-from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.item_reading import locate_tensor
+from mcore_ckpt.format.item import element_bytes, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.checks import ItemCheck, check_item, range_crc
-from mcore_ckpt.load.files import FileFooters, OpenFiles, ReadStats, naming
-from mcore_ckpt.load.policy import ReadPolicy
-from mcore_ckpt.load.ranges import split_box
+from mcore_ckpt.load.ranges import ReadPolicy, split_box
 from mcore_ckpt.load.records import (
+    FileFooters,
+    OpenFiles,
     PartSum,
     PayloadSums,
+    ReadStats,
     check_apart,
     check_located,
     check_proportion,
     checksum_error,
     chunk_name,
     contiguous_around,
+    naming,
     whole_blocks,
 )
 from mcore_ckpt.storage.base import Storage

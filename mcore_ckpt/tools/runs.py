@@ -59,7 +59,7 @@ from mcore_ckpt.format.metadata_read import (
     TRACKER_FILE,
     read_common_file,
 )
-from mcore_ckpt.format.versions import layout_of_versions
+from mcore_ckpt.format.zip_records import layout_of_versions
 from mcore_ckpt.load.checks import check_data_files, global_shape
 from mcore_ckpt.storage.base import RangeReader, RangeWriter
 from mcore_ckpt.storage.resolve import lies_in, storage_at

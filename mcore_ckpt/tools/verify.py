@@ -38,8 +38,7 @@ from mcore_ckpt.directory.copying import JudgedFiles, copy_file, file_on_its_way
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, config_flaw, is_megatrons, structure_flaws, sync_folders
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
-from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.item_reading import verify_records
+from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,

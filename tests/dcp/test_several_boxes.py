@@ -17,9 +17,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from mcore_ckpt import load_sharded_optimizer_state
 from mcore_ckpt.core.errors import LoadError, PlanError
-from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
-from mcore_ckpt.dcp.reader import FileSystemReader
-from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.dcp.reader import FileSystemReader, MCoreLoadPlanner
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync, MCoreSavePlanner
 from mcore_ckpt.load.requests import ReadRequest
 
 FULL = torch.arange(24.0).view(4, 6)

@@ -16,7 +16,7 @@ import torch
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
-from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
+from mcore_ckpt.format.item import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
 from mcore_ckpt.format.state_file import tensor_of
 from mcore_ckpt.format.tensor_pickle import FileTensor, WrongArgumentsError, tensor_pickle
 from mcore_ckpt.format.zip_records import NotRangeable

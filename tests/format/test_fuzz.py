@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError
-from mcore_ckpt.format.item_reading import locate_tensor_in
+from mcore_ckpt.format.item import locate_tensor_in
 from mcore_ckpt.format.metadata_read import encode_config, parse_index, read_config
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.state_file import read_plain

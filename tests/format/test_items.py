@@ -15,9 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.format import item_layout as item_template
-from mcore_ckpt.format.item_layout import element_bytes, tensor_template
-from mcore_ckpt.format.item_reading import LocatedTensor, RecordSpan, locate_tensor, locate_tensor_in, verify_records
+from mcore_ckpt.format import item as item_template
+from mcore_ckpt.format.item import (
+    LocatedTensor,
+    RecordSpan,
+    element_bytes,
+    locate_tensor,
+    locate_tensor_in,
+    tensor_template,
+    verify_records,
+)
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.state.torch_classes import torch_dtype

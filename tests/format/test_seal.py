@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.file_table import Items, TensorRow, decode_table
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import (
     BLOCK_BYTES,
@@ -31,6 +30,7 @@ from mcore_ckpt.format.integrity import (
 )
 from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.checks import Items, TensorRow, decode_table
 
 SAVE_ID = bytes(range(16))
 names = st.text(max_size=30)

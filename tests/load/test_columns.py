@@ -14,9 +14,9 @@ from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.item_reading import locate_tensor_in
+from mcore_ckpt.format.item import locate_tensor_in
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load import policy
+from mcore_ckpt.load import ranges
 from mcore_ckpt.load.requests import ReadRequest
 from tests.support.local_files import flip
 
@@ -58,7 +58,7 @@ def load(directory: Path, into: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("window_bytes", [64 * 1024, 8 * 1024 * 1024])
 def test_they_arrive(saved: Path, window_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(ranges, "WINDOW_BYTES", window_bytes)
     expected = state()
     into = blank(expected)
     load(saved, into)

@@ -14,8 +14,8 @@ from mcore_ckpt.core.errors import DtypeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.load.reader import read_shards
 from mcore_ckpt.load.requests import ReadRequest
-from mcore_ckpt.load.shards import read_shards
 from tests.support.kept_log import kept_log
 from tests.support.shards import shard
 

@@ -22,7 +22,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load import policy
+from mcore_ckpt.load import ranges
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.direct_io import LocalReader
 from tests.support.gloo_ranks import run_ranks
@@ -123,8 +123,8 @@ def test_what_ranks_of_a_host_request_alike_stays_in_the_page_cache_for_the_othe
 
 def test_one_thread_reads_a_stream_through_a_reader_of_its_own(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reads ahead by reader, and fills the page cache slowly where one jumps about."""
-    monkeypatch.setattr(policy, "WINDOW_BYTES", 262_144)
-    monkeypatch.setattr(policy, "STREAM_BYTES", 1_600_000)
+    monkeypatch.setattr(ranges, "WINDOW_BYTES", 262_144)
+    monkeypatch.setattr(ranges, "STREAM_BYTES", 1_600_000)
     reads: dict[tuple[LocalReader, int], list[int]] = {}
 
     def noted(reader: LocalReader, offset: int, view: memoryview, *more: Any) -> None:

@@ -13,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_ckpt import open_checkpoint
-from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
-from mcore_ckpt.dcp.reader import FileSystemReader
-from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.dcp.reader import FileSystemReader, MCoreLoadPlanner
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync, MCoreSavePlanner
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load import policy
+from mcore_ckpt.load import ranges
+from mcore_ckpt.load.reader import read_shards
 from mcore_ckpt.load.requests import ReadRequest
-from mcore_ckpt.load.shards import read_shards
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.shards import shard
 from tests.support.stored_layouts import (
@@ -275,7 +275,7 @@ def test_chunks_without_elements_may_share_an_item(empty: tuple[int, int], tmp_p
 
 @pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
 def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(ranges, "WINDOW_BYTES", MIB)
     tensor = torch.randn(shape)
     index = write_checkpoint(tmp_path, {"v": whole(torch.randn(10)), "w": whole(tensor)})
     path, at = flip_byte(index, "w", at_fraction=0.6)

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
-from mcore_ckpt.dcp.planners import MCoreLoadPlanner
-from mcore_ckpt.dcp.reader import FileSystemReader
+from mcore_ckpt.dcp.reader import FileSystemReader, MCoreLoadPlanner
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint

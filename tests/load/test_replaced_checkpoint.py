@@ -15,10 +15,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt import open_checkpoint
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.dcp.planners import MCoreLoadPlanner
-from mcore_ckpt.dcp.reader import FileSystemReader
+from mcore_ckpt.dcp.reader import FileSystemReader, MCoreLoadPlanner
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.load.files import OpenFiles
+from mcore_ckpt.load.records import OpenFiles
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools import diff, inspection, verify
 from tests.support import stored_saves

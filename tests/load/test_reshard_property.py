@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.dcp.reader import FileSystemReader
-from mcore_ckpt.load import policy
+from mcore_ckpt.load import ranges
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
 from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint
@@ -66,11 +66,11 @@ def thresholds(draw: st.DrawFn) -> list[tuple[object, str, int]]:
     """Other sizes than those that the package takes, so that small tensors are cut; with where they stand."""
     return [
         (Storage, "reads_at_once", draw(st.sampled_from([1, 2, 3]))),
-        (policy, "WINDOW_BYTES", draw(st.sampled_from([64, 200, 4096, 1 << 23]))),
-        (policy, "MAX_GAP_BYTES", draw(st.sampled_from([0, 8, 100, 262_144]))),
-        (policy, "MAX_SMALL_BYTES", draw(st.sampled_from([0, 2000, 1 << 20]))),
-        (policy, "STRAIGHT_BYTES", draw(st.sampled_from([1, 64, 1 << 20]))),
-        (policy, "CHEAP_GAP_BYTES", draw(st.sampled_from([0, 16, 32_768]))),
+        (ranges, "WINDOW_BYTES", draw(st.sampled_from([64, 200, 4096, 1 << 23]))),
+        (ranges, "MAX_GAP_BYTES", draw(st.sampled_from([0, 8, 100, 262_144]))),
+        (ranges, "MAX_SMALL_BYTES", draw(st.sampled_from([0, 2000, 1 << 20]))),
+        (ranges, "STRAIGHT_BYTES", draw(st.sampled_from([1, 64, 1 << 20]))),
+        (ranges, "CHEAP_GAP_BYTES", draw(st.sampled_from([0, 16, 32_768]))),
     ]
 
 

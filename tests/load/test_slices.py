@@ -14,7 +14,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.item_reading import locate_tensor
+from mcore_ckpt.format.item import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint

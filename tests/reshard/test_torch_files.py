@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt.format.item_layout import ArchiveLayout
+from mcore_ckpt.format.item import ArchiveLayout
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, SourceFiles, run_conversion
 from mcore_ckpt.reshard.options import ConversionOptions
 from mcore_ckpt.reshard.view import FilePayloads, FileRange

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
-from mcore_ckpt.storage import _shared
+from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
@@ -224,7 +224,7 @@ def test_no_close_of_what_was_only_read_fails(code: int, shared: LocalStorage, m
 def test_what_stays_stale_or_has_no_client_is_said_to_be_so(
     code: int, says: str, shared: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_shared, "_LOOKS_S", 0.1)
+    monkeypatch.setattr(direct_io, "_LOOKS_S", 0.1)
     for call, look in {"scandir": "list", "preadv": "read", "open": "version"}.items():
         with monkeypatch.context() as failing:
             answers(failing, call, code)
@@ -242,7 +242,7 @@ def test_a_lock_that_another_process_has_for_a_moment_is_taken_then(
 ) -> None:
     with (tmp_path / "file").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        monkeypatch.setattr(_shared.time, "sleep", lambda _: fcntl.flock(other, fcntl.LOCK_UN))
+        monkeypatch.setattr(direct_io.time, "sleep", lambda _: fcntl.flock(other, fcntl.LOCK_UN))
         assert held_and_seen(shared)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.integrity import NO_SAVE_ID
-from mcore_ckpt.format.item_layout import TensorTemplate, tensor_template
+from mcore_ckpt.format.item import TensorTemplate, tensor_template
 from mcore_ckpt.image.layout import TensorSpec, WriteBucket, fill_bucket, lay_out_file
 from mcore_ckpt.save.staging import BucketSource
 
