@@ -43,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other layouts, compared bit for bit
 	$(BIN)/python scripts/demo.py
 
-test: $(INSTALLED)  ## every promise of the docs, on real processes and files; of sweeps a sample, ARGS="--seed N" draws it again: minutes
+test: $(INSTALLED)  ## every promise of the docs, on real processes and files; of sweeps a sample, which the commit draws, or ARGS="--seed N": minutes
 	$(BIN)/python -m pytest --durations=20 $(SIDE_BY_SIDE) $(ARGS)
 
 test-quick: $(INSTALLED)  ## the core, in a minute: what a commit should pass

@@ -422,6 +422,17 @@ def test_flat_buckets_are_certified_under_another_division_of_the_model(tmp_path
     assert re.search(r"tensor optimizer\.state\.exp_avg\.\S+\[.*\] on rank 1: expected ", faulty), faulty
 
 
+TIED = ModelShape(tied=True)
+
+
+@pytest.fixture(scope="module")
+def saved_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "iter_0000002"
+    path.mkdir()
+    run_pretending_ranks(save_job, 2, path, TIED, Parallel(tensor=2))
+    return path
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout", "flags", "left"),
     [
@@ -434,13 +445,9 @@ def test_flat_buckets_are_certified_under_another_division_of_the_model(tmp_path
     ids=str,
 )
 def test_clean_resumes_raise_no_alarm(
-    ranks: int, layout: Parallel, flags: dict[str, Any], left: str, tmp_path_factory: pytest.TempPathFactory
+    ranks: int, layout: Parallel, flags: dict[str, Any], left: str, saved_job: Path
 ) -> None:
-    path = tmp_path_factory.mktemp("run") / "iter_0000002"
-    path.mkdir()
-    shape = ModelShape(tied=True)
-    run_pretending_ranks(save_job, 2, path, shape, Parallel(tensor=2))
-    (line,), *_ = run_pretending_ranks(resume_job, ranks, path, shape, layout, flags)
+    (line,), *_ = run_pretending_ranks(resume_job, ranks, saved_job, TIED, layout, flags)
     assert line.startswith("resumed from iter_0000002 as saved: "), line
     assert left in line
     assert ("not compared" in line) == bool(left), line

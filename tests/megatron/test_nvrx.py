@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import signal
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,11 +14,11 @@ import torch
 import mcore_ckpt
 from mcore_ckpt import AsyncCallsQueue, SaveError
 from tests.support.forked import in_child
-from tests.support.next_megatron import without_own_async
+from tests.support.gloo_ranks import rank_outcomes, run_ranks
+from tests.support.next_megatron import load_what_was_saved, save_and_be_killed, without_own_async
 
 megatron_core = pytest.importorskip("megatron.core", reason="what imports these names")
 
-ROOT = Path(__file__).resolve().parents[2]
 ASYNC = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 needs_own = pytest.mark.skipif(
     find_spec("nvidia_resiliency_ext") is not None, reason="nvidia-resiliency-ext is installed here"
@@ -128,48 +126,12 @@ def test_a_request_is_taken_by_its_fields_or_refused_by_its_class() -> None:
     queue.close()
 
 
-_JOB = """
-import os, signal, sys
-import torch, torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-import mcore_ckpt
-mcore_ckpt.install()
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import torch as strategies
-from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
-assert not [name for name in sys.modules if name.endswith(("strategies.async_utils", "strategies.filesystem_async"))]
-
-def state(value):
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((64,), float(value))), "iteration": value}
-
-def folder(iteration):
-    path = f"{sys.argv[1]}/iter_{iteration:07d}"
-    os.makedirs(path, exist_ok=True)
-    return path
-
-if sys.argv[2] == "save":
-    queue, strategy = AsyncCallsQueue(persistent=True), strategies.TorchDistSaveShardedStrategy()
-    dist_checkpointing.save(state(1), folder(1))
-    queue.schedule_async_request(dist_checkpointing.save(state(2), folder(2), strategy, async_sharded_save=True))
-    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-    dist_checkpointing.save(state(3), folder(3), strategy, async_sharded_save=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-for iteration in (1, 2):
-    loaded = dist_checkpointing.load(state(0), folder(iteration))
-    assert loaded["iteration"] == iteration and loaded["w"].eq(iteration).all()
-assert not os.path.exists(folder(3) + "/.metadata")
-"""
-
-
 @needs_own
 def test_the_next_megatron_saves_asynchronously_is_killed_and_loads(tmp_path: Path) -> None:
     """On the installed megatron-core without its modules for asynchronous saves."""
     if (megatron_core.package_info.MAJOR, megatron_core.package_info.MINOR) < (0, 19):
         pytest.skip("the next Megatron is made from 0.19 or later")
     tree = without_own_async(Path(megatron_core.__path__[0]).parents[1], tmp_path / "tree")
-    environment = {**os.environ, "PYTHONPATH": f"{tree}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    for step, code in (("save", -9), ("load", 0)):
-        command = [sys.executable, "-c", _JOB, str(tmp_path / "run"), step]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == code, done.stderr
+    (ended,) = rank_outcomes(save_and_be_killed, 1, tree, tmp_path / "run")
+    assert ended.exit_code == -signal.SIGKILL, ended.error_text
+    assert run_ranks(load_what_was_saved, 1, tree, tmp_path / "run") == [[1, 2]]

@@ -22,7 +22,7 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_huggingface import CONFIG, FFN, HIDDEN, exported, model_tensors, write_hf
 from tests.support.fsdp_ranks import save_fsdp, save_megatron_fsdp
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks, run_ranks
 from tests.support.model_like import assert_same, read_all
 
 
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_megatron_fsdp_becomes_torch_dist(tmp_path: Path, form: 
     given = layers_of(*gates, *(_fc1_of(form, "", expert).replace("fc1", "fc2") for expert in experts))
     progress = {"opt_param_scheduler": {**SCHEDULE, "num_steps": 72}, "num_floating_point_operations_so_far": 5e9}
     arguments = {**MEGATRON_ARGUMENTS, **({} if form == "dense" else {"num_experts": 3})}
-    run_ranks(save_megatron_fsdp, 2, tmp_path / "f", given, arguments, progress)
+    run_megatron_ranks(save_megatron_fsdp, 2, tmp_path / "f", given, arguments, progress)
     target = str(tmp_path / "c")
     words = ["--tp", "2"] if form == "dense" else ["--ep", "3"]
     assert main(["import", str(tmp_path / "f"), target, "--from", "dcp", *words, "-q"]) == 0

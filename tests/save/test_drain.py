@@ -42,8 +42,7 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import LocalStorage, is_same_directory, storage_at
 from tests.save.test_upkeep import Training, there
-from tests.support.gloo_ranks import run_megatron_ranks as run_megatron
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 from tests.support.local_files import contents, flip
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
@@ -96,7 +95,7 @@ def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    run_megatron(_train, 2, str(near), [(1, 0.0), (2, 0.0)], options(str(far)))
+    run_ranks(_train, 2, str(near), [(1, 0.0), (2, 0.0)], options(str(far)))
     for name in there(str(near)):
         assert contents(far / name) == _without_note(near / name)
         assert verify_checkpoint(far / name).whole
@@ -113,9 +112,9 @@ def test_a_checkpoint_that_is_saved_again_replaces_the_one_in_the_store(
 ) -> None:
     """The tracker goes back with the run."""
     far = f"{object_directory.url}/run"
-    run_megatron(_train, 2, str(tmp_path), [(1, 0.0), (2, 0.0)], options(far))
+    run_ranks(_train, 2, str(tmp_path), [(1, 0.0), (2, 0.0)], options(far))
     assert tracked_name(far) == "iter_0000002"
-    run_megatron(_train, 2, str(tmp_path), [(1, 10.0)], options(far))
+    run_ranks(_train, 2, str(tmp_path), [(1, 10.0)], options(far))
     assert tracked_name(far) == NAME
     assert verify_checkpoint(f"{far}/{NAME}").whole
     own = f"run/{NAME}/"
@@ -154,14 +153,14 @@ def test_a_second_tier_that_cannot_be_reached_fails_no_save_and_the_next_job_res
     with monkeypatch.context() as patched:
         patched.setenv("AWS_SECRET_ACCESS_KEY", "")  # the client refuses to begin
         patched.setenv("AWS_ACCESS_KEY_ID", "")
-        run_megatron(_train_without_second_tier, 2, str(tmp_path), far)
+        run_ranks(_train_without_second_tier, 2, str(tmp_path), far)
     assert s3_directory.names() == []
     assert main(["list", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "copy failed" in shown
     assert "waits for being copied" in shown or shown.count("copy failed") == 2
     monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
-    run_megatron(_resume, 2, str(tmp_path))
+    run_ranks(_resume, 2, str(tmp_path))
     assert there(far) == [NAME, "iter_0000002"]
     assert all(verify_checkpoint(f"{far}/{name}").whole for name in there(far))
     assert tracked_name(far) == "iter_0000002"
@@ -172,7 +171,7 @@ def test_each_node_saves_and_copies_its_own_part(tmp_path: Path) -> None:
     far = tmp_path / "far"
     near = [tmp_path / f"node{rank}" for rank in range(2)]
     saves = [(1, 0.0), (2, 0.0), (3, 0.0)]
-    run_megatron(_train, 2, f"{tmp_path}/node{{rank}}", saves, options(str(far), keep_last=1))
+    run_ranks(_train, 2, f"{tmp_path}/node{{rank}}", saves, options(str(far), keep_last=1))
     assert there(str(far)) == [f"iter_000000{iteration}" for iteration in (1, 2, 3)]
     for name in there(str(far)):
         assert verify_checkpoint(far / name).whole
@@ -214,7 +213,7 @@ def _copy_of(rank: int, run: str, drain_to: str, nodes: tuple[int, ...]) -> None
 
 def test_nothing_is_committed_before_the_parts_of_all_nodes_are_there(tmp_path: Path) -> None:
     far, run = tmp_path / "far", f"{tmp_path}/node{{rank}}"
-    run_megatron(_save_only, 2, run, str(far))
+    run_ranks(_save_only, 2, run, str(far))
     assert not far.exists()
     for nodes in ((0,), (1,)):
         run_ranks(_copy_of, 2, run, str(far), nodes)
@@ -252,7 +251,7 @@ def test_nothing_goes_before_it_is_in_the_second_tier(
 
     with Proxy(object_directory.server, refuse_the_index) as proxy, monkeypatch.context() as patched:
         patched.setenv(object_directory.variable, proxy.url)
-        found = run_megatron(_save_more, 2, str(tmp_path / "run"), far, str(go_on))
+        found = run_ranks(_save_more, 2, str(tmp_path / "run"), far, str(go_on))
     all_of_them = [f"iter_000000{iteration}" for iteration in (1, 2, 3)]
     assert found[0] == all_of_them
     assert there(str(tmp_path / "run")) == all_of_them[-1:], "as soon as they are copied, the old ones go"

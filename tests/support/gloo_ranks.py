@@ -51,17 +51,18 @@ _DEFAULT_DEADLINE_S: Final = 120.0
 _DEFAULT_GRACE_S: Final = 10.0
 _STAY_FOR_S: Final = 7200.0
 _PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
-# The last is imported at the first use of a DTensor.
-_TORCH: Final = ["torch", "torch.distributed.checkpoint", "torch._dynamo"]
+# The first use of a DTensor imports torch._dynamo, the module of a test imports pytest.
+_TORCH: Final = ["torch", "torch.distributed.checkpoint", "torch._dynamo", "pytest"]
 
 # What servers of other ranks import in addition: Megatron as it is, or behind `pretend_cuda`, and our strategies.
 MEGATRON: Final = (
     "megatron.core.dist_checkpointing",
     "mcore_ckpt.megatron.strategy",
+    "mcore_ckpt.megatron.install",
     "tests.support.megatron_without_cuda",
 )
 _STOCK: Final = ("tests.support.pretend_main", "megatron.core.dist_checkpointing")
-_PRETENDING: Final = (*_STOCK, "mcore_ckpt.megatron.strategy")
+_PRETENDING: Final = (*_STOCK, "mcore_ckpt.megatron.strategy", "mcore_ckpt.megatron.install")
 _PLAIN_DCP: Final = ("mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader")
 
 

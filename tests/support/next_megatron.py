@@ -7,9 +7,13 @@ tree: the modules go, what imported from them imports from NVRx, in `try` where 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 _CHECKPOINTING = "megatron/core/dist_checkpointing"
 _GONE = ("async_utils", "filesystem_async", "cached_metadata_filesystem_reader", "state_dict_saver")
@@ -74,3 +78,63 @@ def _functions(text: str, names: tuple[str, ...]) -> str:
         assert match, f"the checkout has no {name}"
         found.append(match.group(0).rstrip())
     return "\n\n\n" + "\n\n\n".join(found) + "\n"
+
+
+# --- what a rank does with it -----------------------------------------------------------------------------------------
+
+
+def _serve(tree: Path) -> None:
+    """In a process that has not imported Megatron: this package serves that tree."""
+    assert "megatron" not in sys.modules
+    sys.path.insert(0, str(tree))
+    import megatron.core
+
+    import mcore_ckpt
+
+    assert Path(megatron.core.__path__[0]).is_relative_to(tree)
+    mcore_ckpt.install()
+
+
+def _state(value: int) -> dict[str, Any]:
+    import torch
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((64,), float(value))), "iteration": value}
+
+
+def _folder(run: Path, iteration: int) -> str:
+    path = run / f"iter_{iteration:07d}"
+    path.mkdir(parents=True, exist_ok=True)
+    return str(path)
+
+
+def save_and_be_killed(rank: int, tree: Path, run: Path) -> None:
+    """One synchronous save, one asynchronous one, and a third that is not committed when SIGKILL comes."""
+    _serve(tree)
+    from megatron.core.dist_checkpointing import save
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue  # type: ignore[import-not-found]
+
+    assert not [
+        name for name in sys.modules if name.endswith(("strategies.async_utils", "strategies.filesystem_async"))
+    ]
+    queue, strategy = AsyncCallsQueue(persistent=True), strategies.TorchDistSaveShardedStrategy()
+    save(_state(1), _folder(run, 1))
+    queue.schedule_async_request(save(_state(2), _folder(run, 2), strategy, async_sharded_save=True))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    save(_state(3), _folder(run, 3), strategy, async_sharded_save=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_what_was_saved(rank: int, tree: Path, run: Path) -> list[int]:
+    """The iterations of the first two saves; of the third there is nothing."""
+    _serve(tree)
+    from megatron.core.dist_checkpointing import load
+
+    iterations = []
+    for number in (1, 2):
+        loaded = load(_state(0), _folder(run, number))
+        assert loaded["w"].eq(number).all()
+        iterations.append(loaded["iteration"])
+    assert not os.path.exists(_folder(run, 3) + "/.metadata")
+    return iterations
