@@ -176,14 +176,6 @@ def msc_profile(s3_directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return "msc://store"
 
 
-@pytest.fixture
-def msc_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """URL by which the directory `tmp_path` is reached through a profile of type `file`."""
-    provider = {"type": "file", "options": {"base_path": str(tmp_path)}}
-    monkeypatch.setattr("mcore_ckpt.storage._store_urls._profile", lambda *_: {"storage_provider": provider})
-    return "msc://files"
-
-
 def _has_gpu() -> bool:
     import torch
 

@@ -39,11 +39,20 @@ DEADLINE_S = 400
 pytestmark = pytest.mark.timeout(900)  # the processes have their own, shorter deadline
 
 
-# Two ranks are what `make test` has time for.
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_each_side_reads_what_the_other_has_saved(size: int, tmp_path: Path) -> None:
+# Two ranks and one model are what `make test` has time for.
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (2, ["dense"]),
+        pytest.param(2, ["moe"], marks=pytest.mark.long),
+        pytest.param(4, ["gated", "moe-grouped"], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_each_side_reads_what_the_other_has_saved(size: int, names: list[str], tmp_path: Path) -> None:
     def jobs(writer: str) -> list[Job]:
-        made = [Job(name, shape, saved, tmp_path / writer / name) for name, (shape, saved, _) in LAYOUTS[size].items()]
+        models = {name: LAYOUTS[size][name] for name in names}
+        made = [Job(name, shape, saved, tmp_path / writer / name) for name, (shape, saved, _) in models.items()]
         for job in made:
             job.directory.mkdir(parents=True)
         return made
