@@ -113,7 +113,7 @@ def save_and_be_killed(rank: int, tree: Path, run: Path) -> None:
     _serve(tree)
     from megatron.core.dist_checkpointing import save
     from megatron.core.dist_checkpointing.strategies import torch as strategies
-    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue  # type: ignore[import-not-found]
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
     assert not [
         name for name in sys.modules if name.endswith(("strategies.async_utils", "strategies.filesystem_async"))
