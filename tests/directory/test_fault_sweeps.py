@@ -155,7 +155,7 @@ def litter(directory: Path) -> set[str]:
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
 # Ranks, way, error, whether a checkpoint is replaced, every how many changes.
 ERRORS_OF_SAVES = [
-    pytest.param(2, "persistent", errno.EIO, True, 29),
+    pytest.param(2, "persistent", errno.EIO, True, 17),
     pytest.param(2, "in_line", errno.ENOSPC, True, 2, marks=pytest.mark.long),
     pytest.param(2, "fork", errno.ESTALE, False, 3, marks=pytest.mark.long),
     pytest.param(4, "persistent", errno.EIO, True, 3, marks=pytest.mark.long),
