@@ -21,6 +21,7 @@ from mcore_ckpt.commands.cli import (
 )
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import LoadError, OptionError
+from mcore_ckpt.core.options import LoadOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -187,7 +188,8 @@ def _lines_of(report: VerifyReport, other: Path | None, accepted: str | None) ->
         )
     if report.problems and not other and not any(problem.kind in ("index", "optimizer") for problem in report.problems):
         lines.append(f"with a copy of this save: mcore-ckpt repair {one_line(report.path)} --from COPY")
-    if report.refused:
+    allowed = {*LoadOptions.from_environment().allowed_classes}
+    if {*report.refused} - allowed and "*" not in allowed:
         held = "; ".join(_some([one_line(f"{name} in {key}") for name, key in report.refused.items()]))
         lines.append(f"loads need MCORE_CKPT_ALLOWED_CLASSES={one_line(','.join(report.refused))}: it holds {held}")
     verdict = "valid" if report.whole else f"DAMAGED, {counted(len(report.problems), 'problem')}"

@@ -26,6 +26,7 @@ from mcore_ckpt.commands.cli import (
 )
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
@@ -68,6 +69,9 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
         )
         if found.drain is not None and found.drain.error:
             notes.append(one_line(f"{found.name}: {found.drain.error}"))
+        elif found.drain is not None and not found.drain.done:
+            second = checkpoint_path(found.drain.to).parent
+            notes.append(one_line(f"{found.name}: a job with drain_to={second} copies it, or `mcore-ckpt copy`"))
         remedy = found.drain.remedy if found.drain is not None and found.problems else ""
         notes += [one_line(f"{found.name}: {each}") for each in (*found.problems[:1], found.newer, remedy) if each]
         documents.append(document_of(found, name=found.name, whole=found.whole, layout=listed.layout))
@@ -94,7 +98,7 @@ def _drained(note: DrainNote) -> str:
     """How far the copy to the second tier is, in a few words."""
     if note.done:
         return "not copied" if note.error else "copied" if note.commits else "this node's part copied"
-    return "copy failed, tried again" if note.error else "waits for being copied"
+    return "not copied yet"
 
 
 _EVERYTHING = ""
@@ -209,13 +213,13 @@ def _group_table(groups: tuple[GroupRow, ...]) -> str:
     )
 
 
-_SLICE = re.compile(r"^-?\d*(?::-?\d*(?::\d*)?)?$|^\.\.\.$")
+_SLICE = re.compile(r"-?\d+|(?:-?\d+)?:(?:-?\d+)?(?::(?:0*[1-9]\d*)?)?|\.\.\.")
 
 
 def add_cat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument("key", metavar="KEY", help="of a tensor or an object; a part that only one key has will do")
-    parser.add_argument("--slice", metavar="SLICE", help="of a tensor, as in numpy: '0:4, :' or '..., -1'")
+    parser.add_argument("--slice", metavar="SLICE", help="of a tensor: '0:4, :' or '..., ::2'; --slice=-1,0")
     parser.add_argument("--head", type=int, default=10, metavar="N", help="elements to show (default: 10)")
     parser.add_argument("--stats", action="store_true", help="min, max, mean, std, norm, NaNs of tensor or slice")
 
@@ -259,10 +263,12 @@ def _object(checkpoint: Checkpoint, key: str) -> Outcome:
 def _parse_slice(text: str) -> Any:
     """`'0:4, :, -1'` -> a tuple of slices and ints."""
     parts: list[Any] = []
-    for word in text.strip().removeprefix("[").removesuffix("]").split(","):
+    for word in text.strip().removeprefix("[").removesuffix("]").removesuffix(",").split(","):
         word = word.strip()
-        if not word or not _SLICE.match(word):
-            raise OptionError(f"--slice {text!r}: expected numbers, slices and `...`, such as '0:4, :, -1'")
+        if not _SLICE.fullmatch(word):
+            raise OptionError(
+                f"--slice {text!r}: expected numbers, `...`, and slices with a step of 1 or more, such as '0:4, :, -1'"
+            )
         if word == "...":
             parts.append(Ellipsis)
         elif ":" in word:

@@ -54,6 +54,8 @@ PARTIAL: Final = ".partial"
 
 # Two letters at least; of what has been a `Path`, one of the two slashes is left, and none where nothing comes after.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/(/?)|\Z)")
+# User names, passwords and keys in front of a host; no bucket's name has these two, and a secret may hold slashes.
+_USER_INFO = {True: re.compile(r"[^/]*[:@]"), False: re.compile(r".*:.*@")}
 _NO_TEXT = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -127,7 +129,7 @@ def is_supported(path: str | os.PathLike[str]) -> bool:
 
 def store_url(path: str | os.PathLike[str]) -> str | None:
     """The URL of a directory in an object store that is supported; None for all else. Raises `OptionError` if it names
-    no bucket, or holds a control character.
+    no bucket, or holds `..` or a control character.
     """
     text, scheme = _named(path)
     if scheme not in STORE_SCHEMES:
@@ -139,6 +141,8 @@ def store_url(path: str | os.PathLike[str]) -> str | None:
         raise OptionError(f"{text}: names no {name}: expected {scheme}://{name}/prefix; nothing was read or written")
     if _NO_TEXT.search(text):
         raise OptionError(f"{text!r}: holds a control character, or bytes that are no UTF-8, which no URL may have")
+    if ".." in rest.split("/"):
+        raise OptionError(f"{text}: has `..` in it, which stores do not resolve; name the directory without it")
     return f"{scheme}://{rest.lstrip('/')}"
 
 
@@ -158,12 +162,16 @@ def _scheme(text: str) -> str | None:
     if found is None:
         return None
     scheme, second_slash = found[1].lower(), found[2]
-    if second_slash:
-        return scheme
     if second_slash is None and scheme not in STORE_SCHEMES:
         return None
-    # A directory of that name may exist, and be meant.
-    return None if os.path.lexists(f"{found[1]}:") else scheme
+    if not second_slash and os.path.lexists(f"{found[1]}:"):  # a directory of that name, which is meant
+        return None
+    if _USER_INFO[scheme in STORE_SCHEMES].match(text[found.end() :].lstrip("/")):
+        raise OptionError(
+            f"{scheme}://...: the URL has user info or a port in it, and is not shown here. Credentials are taken from "
+            f"the environment and the files of the store's own tools; expected {scheme}://NAME/prefix"
+        )
+    return scheme
 
 
 _MIB = 1024 * 1024

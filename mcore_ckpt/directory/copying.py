@@ -188,7 +188,9 @@ def copy_and_commit(
     commit = Commit.begin(writes)
     try:
         copy = _Copy(target, found, Sent(reads, writes, found.judged), commit, writes.list(), metadata_of(writes), own)
-        if not copy.is_published:
+        if copy.is_published:
+            copy.refuse_other_data()
+        else:
             accepts(found, copy.held)
         if not copy.send_data(waits):
             return None
@@ -225,6 +227,20 @@ class _Copy:
     def is_published(self) -> bool:
         """Whether the target held this checkpoint already."""
         return self.held == self.found.metadata
+
+    def refuse_other_data(self) -> None:
+        """An index without the id of a save is that of any save of this layout: then the data tell, and they stay."""
+        index, reads, writes = self.found.index, self.sent.reads, self.sent.writes
+        if saves_of(index) or (index.storage_meta or {}).get("save_id"):
+            return
+        common = self.found.common
+        for name in (*self.found.data, *([] if common is None else [common])):
+            if writes.exists(name) and _crc_of(reads, name) != _crc_of(writes, name):
+                raise CheckpointExistsError(
+                    f"{writes.path(name)}: differs from {reads.path(name)}, and the indexes are the same, without the "
+                    "id of a save: another checkpoint, or a damaged copy. Nothing has been written. Copy into another "
+                    "directory; `mcore-ckpt repair` repairs a damaged copy"
+                )
 
     def send_data(self, waits: bool) -> bool:
         """Copy data files from here; False if those of other nodes have not all come."""

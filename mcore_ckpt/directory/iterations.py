@@ -420,7 +420,12 @@ def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[s
     return f"{missing}: Megatron-Core cannot load it so"
 
 
-def refuse_lost_common_state(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> None:
-    """Raise `CorruptCheckpointError` for a checkpoint of Megatron-Core without a common state."""
-    if is_megatrons(directory, index, names)[0] and (flaw := common_state_flaw(directory, index, names)):
+def refuse_incomplete(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> None:
+    """Raise `CorruptCheckpointError` for a checkpoint whose index has gaps, or that Megatron-Core could not load: its
+    common state or `metadata.json` is missing, or that file is another's.
+    """
+    megatron, flaw = is_megatrons(directory, index, names)
+    gap = next(structure_flaws(index, megatron=megatron), None)
+    flaw = flaw or (gap and gap.message) or (common_state_flaw(directory, index, names) if megatron else None)
+    if flaw:
         raise CorruptCheckpointError(flaw)

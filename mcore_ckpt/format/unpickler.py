@@ -377,7 +377,8 @@ def _refused_error(where: str, names: list[str]) -> UnsafePickleError:
     return UnsafePickleError(
         f"{where}: contains {shown}, which is not among the classes that checkpoints may hold; nothing was loaded. If "
         "you trust the origin of this checkpoint, allow it with "
-        f"LoadOptions(allowed_classes=({', '.join(f'{name!r:.200}' for name in names[:5])},))"
+        f"LoadOptions(allowed_classes=({', '.join(f'{name!r:.200}' for name in names[:5])},)). "
+        "Other objects may need more: `mcore-ckpt verify` lists all"
     )
 
 

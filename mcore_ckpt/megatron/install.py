@@ -35,7 +35,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
@@ -396,16 +396,22 @@ class _AfterImport:
     finder was asked first, it does so at the next import of any module.
     """
 
+    _asked: ClassVar[set[str]] = set()  # modules for which the other finders are being asked; some may ask this one
+
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """As of `importlib.abc.MetaPathFinder`."""
         if not patches.replaced():
             return None
         _change_modules()
-        if name not in (TRAINING, OPTIMIZER):
+        if name not in {TRAINING, OPTIMIZER} - cls._asked:
             return None
-        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path[sys.meta_path.index(cls) + 1 :])
-        spec = next(filter(None, (find(name, path, target) for find in others if find)), None)
+        finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path))
+        cls._asked.add(name)
+        try:
+            spec = next(filter(None, (find(name, path, target) for find in finders if find)), None)
+        finally:
+            cls._asked.discard(name)
         loader: Any = getattr(spec, "loader", None)
         if (execute := getattr(loader, "exec_module", None)) is not None:
 

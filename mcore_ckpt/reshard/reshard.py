@@ -19,7 +19,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import is_note
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
-from mcore_ckpt.directory.iterations import files_below, refuse_lost_common_state
+from mcore_ckpt.directory.iterations import files_below, refuse_incomplete
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -134,7 +134,7 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> Conversion:
     source = read_index(directory)
     files = SourceFiles(source)
     storage = storage_at(directory)
-    refuse_lost_common_state(directory, source, with_common_files(storage, storage.list(), source))
+    refuse_incomplete(directory, source, with_common_files(storage, storage.list(), source))
     common = read_plain_state(source)
     layout = _target_layout(options, source, common)
     sidecars = _sidecar_files(source)

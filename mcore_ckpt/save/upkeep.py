@@ -95,7 +95,7 @@ def check_second_tier(directory: Path, options: SaveOptions) -> None:
     It may hang, and is not waited for long: it is asked again before anything is copied there, or removed here.
     """
     second, run = second_tier(options), directory.absolute().parent
-    if second is not None and (second == run or _leads_to(run, second)):
+    if second is not None and (second == run or _leads_to(run, second, os.path.lexists(run))):
         raise OptionError(
             f"drain_to={options.drain_to!r}: the checkpoint is saved there already ({directory}); name another "
             "directory or URL"
@@ -122,7 +122,8 @@ def note_drain(
 
 
 @functools.cache
-def _leads_to(run: Path, second: Path) -> bool:
+def _leads_to(run: Path, second: Path, _is_there: bool) -> bool:
+    """Whether the second tier is the run itself; looked at again when the run's directory has been made."""
     found: list[bool] = []
     asker = threading.Thread(target=lambda: found.append(is_same_directory(run, second)), daemon=True)
     with contextlib.suppress(RuntimeError):  # at the interpreter's end
@@ -406,11 +407,9 @@ class _Copies:
                     return None
                 to = f"{self._to[directory.parent]}/{directory.name}"
                 if note.to != to:
-                    _say(
-                        logging.WARNING,
-                        f"{directory}: was saved to be copied to {note.to}, not to {to}: it is not copied. "
-                        "`mcore-ckpt copy` copies it",
-                    )
+                    text = f"was saved to be copied to {note.to}, not to {to} as jobs do now: `mcore-ckpt copy` does it"
+                    _say(logging.WARNING, f"{directory}: {text}")
+                    _write(replace(note, error=text), directory)
                     return None
                 if note.replaces is None:
                     # A leftover of an earlier job, which had not begun, replaces nothing.

@@ -74,7 +74,8 @@ def open_store(url: str, deadline_s: float | None = None) -> Storage:
         client, prefix = _of_profile(url, bucket, prefix)
     else:
         client = _client(scheme, bucket, {})
-    return ObjectStorage(client, "/".join(part for part in prefix.split("/") if part), url, open_store, deadline_s)
+    parts = (part for part in prefix.split("/") if part not in ("", "."))
+    return ObjectStorage(client, "/".join(parts), url, open_store, deadline_s)
 
 
 def _parts(url: str) -> tuple[str, str, str]:

@@ -80,6 +80,8 @@ def advice(code: int | None, what: Literal["save", "read"] = "read") -> str:
         return f"check that this user may {'write' if what == 'save' else what} there"
     if code == errno.EEXIST:
         return "files are never overwritten: save under another name, or delete it first"
+    if code == errno.ENOTDIR:
+        return "a file is where a directory has to be: name another path"
     if code in (errno.EREMOTEIO, errno.ETIMEDOUT):
         return f"check the store and the network to it, then {what} again"
     if code == errno.ESTALE:

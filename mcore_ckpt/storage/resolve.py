@@ -394,6 +394,7 @@ def is_same_directory(one: Path, other: Path) -> bool:
     """
     if isinstance(one, StorePath) or isinstance(other, StorePath):
         return False
+    one, other = (Path(os.path.realpath(each)) for each in (one, other))  # also links to what is not there yet
     for here, there in zip((one, *one.parents), (other, *other.parents), strict=False):
         with contextlib.suppress(OSError):
             return os.path.samefile(here, there)

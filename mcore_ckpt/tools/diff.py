@@ -27,7 +27,9 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
+from mcore_ckpt.directory.iterations import refuse_incomplete
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
 from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import read_index
@@ -36,6 +38,7 @@ from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.load.checks import global_shape, part_of_chunk
 from mcore_ckpt.load.records import check_apart
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, in_force
 from mcore_ckpt.tools.keys import (
     StoredState,
@@ -441,6 +444,8 @@ def _is_within(found: Difference, rtol: float, atol: float) -> bool:
 def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[list[CommonDiff], tuple[str, ...]]:
     """Differences of two common states, and top-level entries for which this cannot be told."""
     left, right = stored_common_state(a), stored_common_state(b)
+    for index in (*([a] if left is None else []), *([b] if right is None else [])):
+        refuse_incomplete(checkpoint_path(index.path), index, storage_at(index.path).list())
     if left is not None and right is not None and left.content == right.content:
         return [], ()
     values = [{} if stored is None else _entries(stored) for stored in (left, right)]

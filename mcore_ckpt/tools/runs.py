@@ -48,7 +48,7 @@ from mcore_ckpt.directory.iterations import (
     files_below,
     iteration_directories,
     look_at,
-    refuse_lost_common_state,
+    refuse_incomplete,
 )
 from mcore_ckpt.format.index import CheckpointIndex, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import (
@@ -291,7 +291,7 @@ def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:
     reads = storage_at(given)
     try:
         check_data_files(reads, found.index, found.data)
-        refuse_lost_common_state(given, found.index, [found.common] if found.common else [])
+        refuse_incomplete(given, found.index, [found.common] if found.common else [])
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         raise CorruptCheckpointError(
             f"the checkpoint that is to be copied is damaged, and nothing is copied: {error} (mcore-ckpt repair "
@@ -390,9 +390,10 @@ def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
 
 
 def _held(index: CheckpointIndex) -> dict[str, _Held]:
-    found = {
-        key: _Held("an object", entry.item.crc32, key.rpartition("/")[0], True) for key, entry in index.objects.items()
-    }
+    found = {}
+    for key, entry in index.objects.items():  # of which random states alone change with each step
+        family, is_random = key.rpartition("/")[0] or key, "rng" in key or "random" in key
+        found[key] = _Held("an object", entry.item.crc32, family, is_random)
     for key, entry in index.tensors.items():
         shape = global_shape(index, entry)
         family = key.rpartition(".")[0] if is_flat_bucket(key) else model_key(key)

@@ -288,7 +288,7 @@ def _items_in_files(
                 problems.append(Problem("file", str(error), file=item.file))
         size = sizes[item.file]
         if size is None:
-            problems.append(item_problem("file", check, f"{check.where}: its file is missing"))
+            problems.append(item_problem("file", check, f"{check.where}: its file is missing, or no regular file"))
             continue
         if item.offset + item.length > size:
             message = f"{check.where}: the file ends at byte {size}; it was truncated, or belongs to another save"

@@ -54,6 +54,24 @@ def test_a_url_without_a_bucket_is_refused(url: str, tmp_path: Path, monkeypatch
     assert checkpoint_path("s3:") == Path("s3:")
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        *((f"{scheme}://KEYID:SEC/RET@bucket/run", "is not shown here") for scheme in ("s3", "gs", "msc", "https")),
+        ("s3:/SECRET@bucket/run", "is not shown here"),
+        ("s3://bucket/run/../run/iter_0000001", r"has `\.\.` in it, which stores do not resolve"),
+    ],
+)
+def test_a_url_with_credentials_or_dots_is_refused_at_once(url: str, said: str) -> None:
+    for use in (checkpoint_path, local_path, storage_at, lambda path: SaveOptions(drain_to=path)):
+        if use is local_path and "SEC" not in url:
+            continue
+        with pytest.raises(OptionError, match=said) as raised:
+            use(url)
+        assert not re.search("KEYID|SEC|RET", str(raised.value))
+    assert storage_at("s3://bucket/run/./iter:1@x").path("a") == "s3://bucket/run/./iter:1@x/a"
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A checkpoint in the working directory, next to which nothing comes to lie."""

@@ -43,7 +43,7 @@ from mcore_ckpt import (
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.launch import main as launch
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
-from mcore_ckpt.megatron.install import CONTRACT, owner_of
+from mcore_ckpt.megatron.install import CONTRACT, _AfterImport, owner_of
 from tests.support.forked import in_child
 from tests.support.kept_log import kept_log
 
@@ -423,6 +423,21 @@ checkpointing.load_checkpoint = lambda *args, load=checkpointing.load_checkpoint
 """
 ALONE = "from megatron.training.checkpointing import load_checkpoint\nload_checkpoint(None, None, PATH)\n"
 BOUND = "training.load_checkpoint = functools.partial(training.load_checkpoint)\n"
+
+
+def test_a_hook_that_asks_the_other_finders_itself_is_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hook:
+        finders = (_AfterImport, *sys.meta_path)
+
+        @classmethod
+        def find_spec(cls, *asked: Any) -> Any:
+            return next(filter(None, (finder.find_spec(*asked) for finder in cls.finders)), None)
+
+    monkeypatch.setattr(sys, "meta_path", [Hook])
+    monkeypatch.setattr("mcore_ckpt.megatron.install._change_modules", lambda: None)
+    monkeypatch.setattr("mcore_ckpt.megatron._versions.Patches.replaced", lambda _: {"as after": "install()"})
+    spec = Hook.find_spec("megatron.core.optimizer.distrib_optimizer", [f"{megatron.core.__path__[0]}/optimizer"])
+    assert spec.loader.exec_module.__qualname__.endswith("execute_and_change")
 
 
 @pytest.fixture(scope="module")

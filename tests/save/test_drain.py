@@ -157,8 +157,7 @@ def test_a_second_tier_that_cannot_be_reached_fails_no_save_and_the_next_job_res
     assert s3_directory.names() == []
     assert main(["list", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "copy failed" in shown
-    assert "waits for being copied" in shown or shown.count("copy failed") == 2
+    assert shown.count("complete, not copied yet") == 2
     monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
     run_ranks(_resume, 2, str(tmp_path))
     assert there(far) == [NAME, "iter_0000002"]
@@ -375,6 +374,10 @@ def test_the_save_directory_itself_is_no_second_tier(tmp_path: Path) -> None:
     link.symlink_to(near)
     with pytest.raises(OptionError, match="the checkpoint is saved there already"):
         FileSystemWriterAsync(near / NAME, options=options(str(link)))
+    early, dangling = tmp_path / "early", tmp_path / "dangling"
+    dangling.symlink_to(early)
+    with pytest.raises(OptionError, match="the checkpoint is saved there already"):
+        FileSystemWriterAsync(early / NAME, options=options(str(dangling)))
     for iteration in (1, 2):
         _save_alone(near, far, iteration, 1.0)
     far.symlink_to(near)
@@ -384,6 +387,17 @@ def test_the_save_directory_itself_is_no_second_tier(tmp_path: Path) -> None:
     assert not note_of(near / NAME).done
     copying.give_up(note_of(near / NAME))
     assert _value(near / NAME) == 1.0
+
+
+def test_list_says_who_copies_what_has_not_been_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its job has ended, and the next one copies to another directory."""
+    near = tmp_path / "near"
+    _save_alone(near, tmp_path / "far", 1, 1.0)
+    assert main(["list", str(near)]) == 0
+    assert f"{NAME}: a job with drain_to={tmp_path / 'far'} copies it, or `mcore-ckpt copy`" in capsys.readouterr().out
+    _resume_alone(near, tmp_path / "other")
+    assert main(["list", str(near)]) == 0
+    assert f"not to {tmp_path / 'other' / NAME} as jobs do now: `mcore-ckpt copy` does it" in capsys.readouterr().out
 
 
 def _only_old_ones_stay(near: Path, report: PruneReport) -> None:

@@ -131,11 +131,17 @@ class TestCat:
         assert (shown["stats"]["nans"], shown["stats"]["infinities"], shown["stats"]["zeros"]) == (1, 1, 1)
         assert shown["values"] == [1.0, "nan", "inf", 0.0]
 
+    def test_a_slice_may_end_with_a_comma_and_begin_with_a_minus(self, checkpoint: Path) -> None:
+        for written in ("--slice=-1,-1", "--slice=0:4:2,", "--slice=[..., ::2]"):
+            assert main(["cat", str(checkpoint), KEY, written]) == 0
+
     def test_an_object_and_a_part_of_a_key(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["cat", str(checkpoint), "shard_0.1", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["value"] == [{"rank": 1}]
 
-    @pytest.mark.parametrize("arguments", [["nothing"], [KEY, "--slice", "99"]])
+    @pytest.mark.parametrize(
+        "arguments", [["nothing"], *([KEY, "--slice", each] for each in ("99", "::0", "::-1", "-", "0,,1"))]
+    )
     def test_what_cannot_be_shown(
         self, checkpoint: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:

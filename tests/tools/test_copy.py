@@ -29,6 +29,7 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from mcore_ckpt.tools import runs
 from tests.support.local_files import contents, data_file, flip
+from tests.support.model_like import model_tensors, write_model
 from tests.support.object_server import ObjectDirectory, S3Directory
 from tests.support.stored_saves import loaded, save, state
 
@@ -301,6 +302,37 @@ def test_another_checkpoint_is_not_replaced(saved: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointExistsError, match="there is another checkpoint already"):
         copy_checkpoint(saved, tmp_path / "other")
     assert loaded(tmp_path / "other") == 2.0
+
+
+def test_another_checkpoint_with_the_same_index_is_not_replaced(tmp_path: Path) -> None:
+    """Megatron-Core's index has no id of a save: those of two saves can have the same bytes."""
+    for seed in (1, 2):
+        write_model(tmp_path / f"iter_{seed:07d}", tensors=model_tensors(seed))
+    first, second, partial = tmp_path / "iter_0000001", tmp_path / "iter_0000002", tmp_path / "partial"
+    assert (first / ".metadata").read_bytes() == (second / ".metadata").read_bytes()
+    shutil.copytree(first, partial)
+    (partial / "__0_0.distcp").unlink()
+    for target in (second, partial):
+        before = contents(target)
+        with pytest.raises(CheckpointExistsError, match=r"distcp: differs from .* another checkpoint, or a damaged"):
+            copy_checkpoint(first if target is second else second, target)
+        assert contents(target) == before
+    assert "__0_0.distcp" in copy_checkpoint(first, partial).copied
+    assert contents(partial) == contents(first)
+
+
+@pytest.mark.parametrize("content", [None, "", '{"sharded_backend": "zarr", "sharded_backend_version": 1}'])
+def test_what_megatron_could_not_load_is_not_copied(content: str | None, tmp_path: Path) -> None:
+    write_model(tmp_path / "iter_0000001")
+    config = tmp_path / "iter_0000001" / "metadata.json"
+    if content is None:
+        config.unlink()
+    else:
+        config.write_text(content)
+    assert main(["verify", str(config.parent)]) == 1
+    for command, more in (("copy", []), ("reshard", ["--tp", "1"])):
+        assert main([command, str(config.parent), str(tmp_path / "run" / "iter_0000001"), *more]) == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_copy_that_is_not_what_was_read_is_deleted(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt import SaveOptions, TorchDistSaveStrategy
+from mcore_ckpt import FileSystemWriterAsync, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.runs import lineage_of_run
 from tests.support.gloo_ranks import run_megatron_ranks
@@ -98,6 +99,18 @@ def test_one_state_that_is_saved_twice_left_nothing(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert main(["diff", "--state", str(tmp_path / "other"), "--json"]) == 1
     assert [one["key"] for one in json.loads(capsys.readouterr().out)["departures"]] == [MOMENT]
+
+
+def test_objects_of_a_plain_run_that_stay_as_they_are_left_nothing(tmp_path: Path) -> None:
+    for step, best in enumerate((1, 2, 2)):
+        held = {
+            "w": torch.full((4, 4), step * 1.0),
+            "config": {"hidden": 4},
+            "step": {"n": step},
+            "best": {"loss": best},
+        }
+        dcp.save(held, storage_writer=FileSystemWriterAsync(tmp_path / f"iter_{step + 1:07d}"), no_dist=True)
+    assert named(tmp_path) == []
 
 
 def save_versions(rank: int, run: Path) -> None:

@@ -61,7 +61,10 @@ class Custom:
 
 
 def test_classes_that_loads_refuse_are_told_by_the_save_and_by_verify(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = f"{__name__}.Custom"
     for iteration in (1, 2):
@@ -74,6 +77,9 @@ def test_classes_that_loads_refuse_are_told_by_the_save_and_by_verify(
     assert list(report.refused) == [name]
     assert main(["verify", str(tmp_path / "1")]) == 0
     assert f"loads need MCORE_CKPT_ALLOWED_CLASSES={name}: it holds {name} in " in capsys.readouterr().out
+    monkeypatch.setenv("MCORE_CKPT_ALLOWED_CLASSES", name)
+    assert main(["verify", str(tmp_path / "1")]) == 0
+    assert "loads need" not in capsys.readouterr().out
 
 
 def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
