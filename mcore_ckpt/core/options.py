@@ -212,7 +212,8 @@ def _check_directory(name: str, path: str | None, check: Callable[[str], Path] =
         try:
             check(path)
         except OptionError as error:
-            raise OptionError(f"{name}={path!r}: {error}") from None
+            shown = "" if path else f"{path!r}: "  # the error shows a path, unless a secret is part of it
+            raise OptionError(f"{name}={shown}{error}") from None
 
 
 _Options = TypeVar("_Options", bound="_FromEnvironment")
