@@ -421,11 +421,9 @@ def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[s
 
 
 def refuse_incomplete(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> None:
-    """Raise `CorruptCheckpointError` for a checkpoint whose index has gaps, or that Megatron-Core could not load: its
-    common state or `metadata.json` is missing, or that file is another's.
+    """Raise `CorruptCheckpointError` for a checkpoint of Megatron-Core that it could not load: the common state or
+    `metadata.json` is missing, or that file is another's.
     """
     megatron, flaw = is_megatrons(directory, index, names)
-    gap = next(structure_flaws(index, megatron=megatron), None)
-    flaw = flaw or (gap and gap.message) or (common_state_flaw(directory, index, names) if megatron else None)
-    if flaw:
+    if flaw := (megatron and common_state_flaw(directory, index, names)) or flaw:
         raise CorruptCheckpointError(flaw)

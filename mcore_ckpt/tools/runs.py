@@ -49,6 +49,7 @@ from mcore_ckpt.directory.iterations import (
     iteration_directories,
     look_at,
     refuse_incomplete,
+    structure_flaws,
 )
 from mcore_ckpt.format.index import CheckpointIndex, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import (
@@ -291,6 +292,8 @@ def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:
     reads = storage_at(given)
     try:
         check_data_files(reads, found.index, found.data)
+        if gap := next(structure_flaws(found.index, megatron=found.common is not None), None):
+            raise CorruptCheckpointError(gap.message)
         refuse_incomplete(given, found.index, [found.common] if found.common else [])
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         raise CorruptCheckpointError(

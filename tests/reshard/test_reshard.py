@@ -27,7 +27,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_read import encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.reshard import conversion, plan
@@ -115,6 +115,7 @@ def test_only_and_drop(checkpoint: Path, tmp_path: Path) -> None:
     # A common state among the objects is carried whatever the pattern.
     tensors = {"w": whole(torch.ones(4))}
     write_checkpoint(tmp_path / "s", tensors, {"common_state/shard_0_1": [{"iteration": 7}], "rng/shard_0_1": [1]})
+    (tmp_path / "s" / "metadata.json").write_bytes(encode_config())
     reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, only="w")
     assert list(read_index(tmp_path / "t").objects) == ["common_state/shard_0_1"]
 

@@ -25,7 +25,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.directory import commit, copying
 from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
-from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, encode_config
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from mcore_ckpt.tools import runs
 from tests.support.local_files import contents, data_file, flip
@@ -193,11 +193,13 @@ def test_what_is_replaced_while_it_is_copied_makes_no_mix(
 @pytest.mark.parametrize("at", ["check_data_files", "read_common_file"])
 def test_what_is_replaced_while_it_is_judged_is_not_called_damaged(at: str, saved: Path, tmp_path: Path) -> None:
     (saved / "common.pt").write_bytes(b"common state")
+    (saved / "metadata.json").write_bytes(encode_config())
     judge = getattr(runs, at)
 
     def replaced_first(*arguments: Any) -> Any:
         save(saved, 2.0)
-        (saved / "common.pt").unlink()
+        for name in ("common.pt", "metadata.json"):
+            (saved / name).unlink()
         return judge(*arguments)
 
     replacing = mock.patch.object(runs, at, replaced_first)
@@ -211,6 +213,7 @@ def test_what_is_replaced_while_it_is_judged_is_not_called_damaged(at: str, save
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_a_repeated_copy_brings_back_the_common_state(is_gone: bool, saved: Path, tmp_path: Path) -> None:
     (saved / "common.pt").write_bytes(b"common state")
+    (saved / "metadata.json").write_bytes(encode_config())
     copy_checkpoint(saved, tmp_path / "copy")
     common = tmp_path / "copy" / "common.pt"
     if is_gone:
@@ -224,6 +227,7 @@ def test_a_repeated_copy_brings_back_the_common_state(is_gone: bool, saved: Path
 def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_published(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     (saved / "common.pt").write_bytes(b"of the first")
+    (saved / "metadata.json").write_bytes(encode_config())
     with mock.patch.object(copying, "_check_lengths", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         copy_checkpoint(saved, target)
     save(tmp_path / "other", 2.0)
