@@ -394,9 +394,9 @@ def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
 
 def _held(index: CheckpointIndex) -> dict[str, _Held]:
     found = {}
-    for key, entry in index.objects.items():  # of which random states alone change with each step
+    for key, stored in index.objects.items():  # of which random states alone change with each step
         family, is_random = key.rpartition("/")[0] or key, "rng" in key or "random" in key
-        found[key] = _Held("an object", entry.item.crc32, family, is_random)
+        found[key] = _Held("an object", stored.item.crc32, family, is_random)
     for key, entry in index.tensors.items():
         shape = global_shape(index, entry)
         family = key.rpartition(".")[0] if is_flat_bucket(key) else model_key(key)
