@@ -203,8 +203,8 @@ def _find_directory(item: ItemBytes) -> tuple[int, int, int]:
     """Offset, bytes and number of entries of the directory, from the end records."""
     tail = item.tail
     if item.head.startswith(_LEGACY_MAGIC):
-        raise item.corrupt(
-            "expected a zip archive", "torch's format from before zip archives (load it with torch and save it again)"
+        raise CorruptCheckpointError(
+            f"{item.where}: is in torch's format from before zip archives; load it with torch and save it again"
         )
     if len(tail) < 22 or tail[-22:-18] != b"PK\x05\x06":
         # A comment would hide the end record; torch writes none, so this is a truncated item or none at all.
