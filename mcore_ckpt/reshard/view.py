@@ -346,7 +346,7 @@ class CastPayloads(DerivedPayloads):
             except FloatingPointError as error:
                 raise OptionError(
                     f"{chunk_name(entry.fqn, chunk)}: holds elements that are too large for {entry.dtype}, in which "
-                    "they would be infinite; choose another dtype (bf16 has the range of fp32)"
+                    "they would be infinite; choose another dtype (bf16 has almost the range of fp32)"
                 ) from error
             view[:] = converted[start - first * to_bytes :][: len(view)]
 

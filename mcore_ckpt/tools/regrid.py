@@ -71,15 +71,19 @@ def as_numbers(content: memoryview, dtype: str) -> np.ndarray[Any, Any] | None:
 def cast_floats(
     content: memoryview, dtype: str, to: str, overflow: Literal["ignore", "raise"] = "ignore"
 ) -> memoryview:
-    """Convert floating-point elements; `FloatingPointError` with `overflow="raise"` for one that float16 or float32
-    cannot hold. `OptionError`: either is no floating-point dtype that this can convert.
+    """Convert floating-point elements; `FloatingPointError` with `overflow="raise"` for one that becomes infinite.
+    `OptionError`: either is no floating-point dtype that this can convert.
     """
     numbers = as_numbers(content, dtype)
     if numbers is None or numbers.dtype.kind != "f":
         raise OptionError(f"{dtype} cannot be converted to {to}; expected a floating-point dtype")
     if to == "bfloat16":
         with np.errstate(over=overflow):
-            return _to_bfloat16(numbers.astype(np.float32)).data.cast("B")
+            singles = numbers.astype(np.float32)
+        rounded = _to_bfloat16(singles)
+        if overflow == "raise" and not np.isinf(singles[(rounded & 0x7FFF) == 0x7F80]).all():
+            raise FloatingPointError("overflow encountered in a conversion to bfloat16")
+        return rounded.data.cast("B")
     target = _NUMPY.get(to)
     if target is None or target.kind != "f":
         raise OptionError(f"dtype {to!r}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
@@ -115,7 +119,12 @@ def rounding_mismatch(exact: memoryview, dtype: str, stored: memoryview, to: str
 
 def _to_bfloat16(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
     bits = numbers.view(np.uint32)
-    rounded = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
+    sums = bits >> 16
+    sums &= 1
+    sums += 0x7FFF
+    sums += bits
+    sums >>= 16
+    rounded = sums.astype(np.uint16)
     rounded[np.isnan(numbers)] = 0x7FC0
     return rounded
 
