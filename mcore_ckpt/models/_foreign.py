@@ -259,8 +259,8 @@ WEIGHTS = (".safetensors", *_TORCH_ENDINGS, ".ckpt", ".gguf", ".h5", ".msgpack",
 _MODEL_FILES = [name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", _INDEX)]
 TRANSFORMERS_FILE = "transformers_weights"
 """A setting of `config.json`, which names another one."""
-# What training, adapters, other libraries and other systems leave next to weights, as far as names tell.
-_BESIDE = ("._", "adapter_", "consolidated", "optimizer", "random_states", "rng_state", "scheduler", "training_args")
+# What training, adapters and other systems leave next to weights, as far as names tell.
+_BESIDE = ("._", "adapter_", "optimizer", "random_states", "rng_state", "scheduler", "training_args")
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.\w+$")
 _SHOWN = 5
 
@@ -339,13 +339,20 @@ def _files(source: Path, storage: Storage, is_model: bool) -> tuple[list[str], d
         return [source.name], {}, []
     names = storage.list()
     named = read_config(source).get(TRANSFORMERS_FILE) if is_model and CONFIG in names else None
-    chosen = [name for name in (named, *_MODEL_FILES) if name in names][:1]
-    for ending in (".safetensors", *_TORCH_ENDINGS):
-        of_kind = [name for name in names if name.endswith(ending)]
-        chosen = chosen or [name for name in of_kind if not name.startswith(_BESIDE)] or of_kind
-    if not chosen:
+    if named is not None and not (isinstance(named, str) and storage.exists(named)):
         raise CheckpointNotFoundError(
-            f"{source}: nothing to import: expected *.safetensors, *.bin, *.pt or *.pth files, or a DCP checkpoint"
+            f"{source}: {CONFIG} says that the weights are in {named!r:.200} ({TRANSFORMERS_FILE}), which is no file "
+            "here; fetch it, or remove the setting"
+        )
+    chosen = [named] if named else [name for name in _MODEL_FILES if name in names][:1]
+    for others in ((*_BESIDE, "consolidated"), _BESIDE if is_model else ()):
+        for ending in (".safetensors", *_TORCH_ENDINGS):
+            chosen = chosen or [name for name in names if name.endswith(ending) and not name.startswith(others)]
+    if not chosen:
+        there = some([name for name in names if name.endswith(WEIGHTS)]) or "none"
+        raise CheckpointNotFoundError(
+            f"{source}: nothing to import: expected *.safetensors, *.bin, *.pt or *.pth files of weights, or a DCP "
+            f"checkpoint; found {there}"
         )
     first, mapped = chosen[0], dict[str, str]()
     if first.endswith(_INDEX):

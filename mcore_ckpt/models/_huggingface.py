@@ -73,7 +73,7 @@ from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safeten
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key, read_plain_state
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, check_tiled, read_box
-from mcore_ckpt.tools.regrid import as_numbers
+from mcore_ckpt.tools.regrid import DTYPE_NAMES, as_numbers
 
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_MODEL_FILE_BYTES = 256 * 1024**2
@@ -303,8 +303,14 @@ def _original(directory: Path) -> tuple[dict[str, Any], dict[str, bytes], list[s
     """
     config, storage = read_config(directory), storage_at(directory, follow_links=True)
     left_out = [f"{name} of {CONFIG} ({why})" for name, why in _NOT_WRITTEN.items() if config.pop(name, None)]
-    names = [*storage.sizes(), *(f"{_TEMPLATES}/{name}" for name in storage_at(directory / _TEMPLATES).list())]
+    templates = storage_at(directory / _TEMPLATES)
+    names = [*storage.list(), *(f"{_TEMPLATES}/{name}" for name in templates.list())]
+    regular = {f"{_TEMPLATES}/{name}" for name in (templates.sizes() if templates.is_directory() else ())}
+    regular |= storage.sizes().keys()
     names = [name for name in names if name != CONFIG and not name.startswith(".") and not name.endswith(WEIGHTS)]
+    if unread := [name for name in names if name not in regular]:
+        left_out.append(f"{some(unread)} of {directory} (a link that leads nowhere, or no regular file)")
+    names = [name for name in names if name in regular]
     code = {name for name in names if name.endswith(".py")}
     files: dict[str, bytes] = {}
     documents = {CONFIG: config}
@@ -446,6 +452,12 @@ def _matched(
         f"{family.name}, {where}",
         stored.index.path,
     )
+    for key in names.values():
+        if index.tensors[key].dtype not in DTYPE_NAMES:
+            raise OptionError(
+                f"{index.path}: {key} is stored as {index.tensors[key].dtype}, without factors for its blocks "
+                f"({key}{_SCALE}): expected those, or a floating-point dtype of at least 16 bits. Fetch the files again"
+            )
     embedding = next(names[link.hf] for link in relation.links if link.megatron == EMBEDDING)
     for key in copies:
         refuse_another(payloads, key, embedding, "the configuration says tie_word_embeddings")

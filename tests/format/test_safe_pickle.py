@@ -159,7 +159,7 @@ class TestUnusual:
         for read in (load_object, lambda item: read_plain(item, "x")):
             with pytest.raises(CorruptCheckpointError, match="load it with torch and save it again") as raised:
                 read(content({"a": [0] * 1000}))
-            assert content is not _legacy or "damage" not in str(raised.value)
+            assert content is not _legacy or read is load_object or "damage" not in str(raised.value)
 
     @pytest.mark.filterwarnings("ignore:.*quantiz")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -199,16 +199,17 @@ def test_parts_of_several_dtypes_become_one_by_dtype(tmp_path: Path) -> None:
         assert_same(back, {key: tensor.to(getattr(torch, dtype)) for key, tensor in tensors.items()})
 
 
-def test_what_float16_cannot_hold_is_no_infinity(tmp_path: Path) -> None:
-    tensors = model_tensors()
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 65536.0
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 65536.0), ("bfloat16", 3.4e38)])
+def test_what_a_narrower_dtype_cannot_hold_is_no_infinity(tmp_path: Path, dtype: str, value: float) -> None:
+    tensors = {key: tensor.float() for key, tensor in model_tensors().items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
     source = write_hf(tmp_path / "m", tensors)
-    refused(source, OptionError, r"linear_fc1\.weight.*too large for float16", dtype="float16")
+    refused(source, OptionError, rf"linear_fc1\.weight.*too large for {dtype}", dtype=dtype)
     import_checkpoint(source, tmp_path / "c", kind="hf")
-    with pytest.raises(OptionError, match=r"layers\.1\.mlp\.up_proj\.weight.*too large for float16"):
-        export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf", dtype="float16")
+    with pytest.raises(OptionError, match=rf"layers\.1\.mlp\.up_proj\.weight.*too large for {dtype}"):
+        export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf", dtype=dtype)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("-inf")
-    import_checkpoint(write_hf(tmp_path / "i", tensors), tmp_path / "j", kind="hf", dtype="float16")
+    import_checkpoint(write_hf(tmp_path / "i", tensors), tmp_path / "j", kind="hf", dtype=dtype)
 
 
 def test_torch_files_and_a_tied_copy(tmp_path: Path) -> None:
@@ -377,6 +378,8 @@ def test_what_belongs_to_the_weights_goes_along_and_the_rest_is_named(checkpoint
     left = "README.md model.safetensors ._tokenizer.json training_args.bin"
     for name in f"{taken} {taken_too} {left}".split():
         (original / name).write_text("{}")
+    (original / "added_tokens.json").symlink_to("a blob that is not in the cache")
+    (original / "additional_chat_templates" / "gone.jinja").symlink_to("nor this one")
     (original / "vocab.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
     report = export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=original)
     found = {str(path.relative_to(tmp_path / "e")) for path in (tmp_path / "e").rglob("*") if path.is_file()}
@@ -389,6 +392,7 @@ def test_what_belongs_to_the_weights_goes_along_and_the_rest_is_named(checkpoint
     assert [line.partition(" (")[0].partition(" of ")[0] for line in report.left_out] == [
         "num_nextn_predict_layers",
         "transformers_weights",
+        "added_tokens.json, additional_chat_templates/gone.jinja",
         "auto_map",
         "vocab.json",
         "README.md",
@@ -446,9 +450,25 @@ def test_the_files_of_a_model_are_those_that_transformers_takes(
     assert_same(exported(tmp_path / "c", tmp_path / "e"), tensors)
 
 
-def test_a_configuration_names_the_file_for_transformers(tmp_path: Path) -> None:
-    source = write_hf(tmp_path / "m", model_tensors(1), {**CONFIG, "transformers_weights": "other.safetensors"})
-    shutil.copy(write_hf(tmp_path / "other", model_tensors()) / WHOLE, source / "other.safetensors")
+@pytest.mark.parametrize("name", ["other.safetensors", "folder/other.safetensors"])
+def test_a_configuration_names_the_file_for_transformers(tmp_path: Path, name: str) -> None:
+    source = write_hf(tmp_path / "m", model_tensors(1), {**CONFIG, "transformers_weights": name})
+    refused(source, CheckpointNotFoundError, f"the weights are in '{name}' .*which is no file here")
+    (source / name).parent.mkdir(exist_ok=True)
+    shutil.copy(write_hf(tmp_path / "other", model_tensors()) / WHOLE, source / name)
+    report = import_checkpoint(source, tmp_path / "c", kind="hf")
+    assert report.left_out == (f"{WHOLE} (the model is in {name})",)
+    assert_same(exported(tmp_path / "c", tmp_path / "e"), model_tensors())
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt"])
+def test_what_lies_next_to_a_model_is_none(tmp_path: Path, name: str) -> None:
+    source = write_hf(tmp_path / "m", model_tensors(1))
+    (source / WHOLE).rename(source / name)
+    if name == "optimizer.pt":
+        torch.save(model_tensors(1), source / name)
+    refused(source, CheckpointNotFoundError, f"nothing to import: .*found {name}")
+    torch.save(model_tensors(), source / "weights.pth")  # of a kind that is looked for later
     import_checkpoint(source, tmp_path / "c", kind="hf")
     assert_same(exported(tmp_path / "c", tmp_path / "e"), model_tensors())
 
@@ -576,6 +596,12 @@ def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) 
     import_checkpoint(quantized, tmp_path / "target", kind="hf", tp=2, dtype="bf16", memory_bytes=384 * 1024**2)
     import_checkpoint(write_hf(tmp_path / "plain", plain), tmp_path / "expected", kind="hf", tp=2)
     assert_same(read_all(tmp_path / "target"), read_all(tmp_path / "expected"))
+    scales = {key for key in stored if key.endswith("_scale_inv")}
+    for number, gone in enumerate(({"model.layers.1.mlp.down_proj.weight_scale_inv"}, scales)):
+        rest = {key: tensor for key, tensor in stored.items() if key not in gone}
+        lost = write_hf(tmp_path / f"lost{number}", rest, config)
+        refused(lost, OptionError, r"_proj\.weight is stored as float8_e4m3fn, without factors", dtype="bf16")
+    refused(lost, OptionError, r"_proj\.weight is stored as float8_e4m3fn, without factors")
     stored["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
     wrong = write_hf(tmp_path / "wrong", stored, config)
     expected = r"up_proj\.weight_scale_inv: float32 \[1, 1\] .* expected float32 or bfloat16 \[2, 3\]"
