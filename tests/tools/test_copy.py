@@ -325,6 +325,14 @@ def test_another_checkpoint_with_the_same_index_is_not_replaced(tmp_path: Path) 
     assert contents(partial) == contents(first)
 
 
+def test_a_file_in_the_way_is_not_the_fault_of_a_device(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["copy", str(saved), str(tmp_path / "file")]) == 2
+    assert "a file is where a directory has to be: name another path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", [None, "", '{"sharded_backend": "zarr", "sharded_backend_version": 1}'])
 def test_what_megatron_could_not_load_is_not_copied(content: str | None, tmp_path: Path) -> None:
     write_model(tmp_path / "iter_0000001")
