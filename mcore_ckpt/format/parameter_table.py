@@ -230,6 +230,8 @@ class ParameterTable:
         columns.finish()
         self._names, self.keys = names[:buckets], names[buckets:]
         self.buckets = [group + name for name in self._names]
+        if len({*self._names}) < len(self._names):
+            raise columns.wrong("a bucket is named twice")
         if stored is not None:
             own, others = dict(zip(self.buckets, self.sizes, strict=True)), {n: one.elems for n, one in stored.items()}
             if other := min((name for name in {*own, *others} if own.get(name) != others.get(name)), default=""):

@@ -33,6 +33,7 @@ _STAGED_BYTES: Final = 64 * 1024 * 1024
 # Runs that are shorter are read with what lies between them.
 _RUN_ELEMS: Final = 16 * 1024
 _MAIN_PARAMETER: Final = "param"
+_FROZEN_OR_NEW: Final = "it was frozen in the job that saved them, or is new in this one"
 
 
 class _Part(NamedTuple):
@@ -104,7 +105,7 @@ class BucketReads:
         keys: of the parameters that are requested; no others are kept.
 
     Raises:
-        CorruptCheckpointError: a table is damaged, or what they say together: stored slices overlap or leave gaps.
+        CorruptCheckpointError: a table is damaged, or two of them contradict each other.
         MissingKeyError: there is no table of a bucket.
     """
 
@@ -123,14 +124,6 @@ class BucketReads:
                 if not region.is_copy:
                     (_, sizes, strides), bucket = region.form, table.buckets[region.bucket]
                     known.parts.append(_Part(region.offsets, sizes, bucket, region.first, strides))
-        for key, parameter in self._parameters.items():
-            problem = covers(parameter.shape, [part.slice for part in parameter.parts])
-            if problem:
-                where = sorted({part.bucket for part in parameter.parts})[:3]
-                raise CorruptCheckpointError(
-                    f"{reader.path}: the tables of parameters of {', '.join(where)} do not make up {key}: {problem}. "
-                    "One is of another save, or damaged; load another copy or an earlier checkpoint"
-                )
 
     def __contains__(self, key: str) -> bool:
         """Whether that is the key of a state of a parameter that the buckets have, and no tensor is stored under it."""
@@ -142,43 +135,60 @@ class BucketReads:
         return None if match is None or parameter is None else (match["state"], parameter)
 
     def check(self, shards: Iterable[Any]) -> None:
-        """Raise unless all that these `ShardedTensor`s ask for is in the buckets: `MissingKeyError`: a parameter or a
-        state is not. `ShapeMismatchError`: a parameter of another shape is.
+        """Raise unless all that these `ShardedTensor`s ask for is in the buckets, once: `MissingKeyError`: a parameter,
+        layers of it or a state are not. `ShapeMismatchError`: a parameter of another shape is.
+        `CorruptCheckpointError`: stored slices overlap.
         """
         for shard in shards:
             found = self._found(shard.key)
             if found is not None:
-                self._check(shard, *found)
+                self._shares(shard, *found)
             elif shard.key not in self._index.tensors:
                 raise MissingKeyError(
-                    f"{shard.key}: the optimizer's flat buckets of {self._index.path} have no such parameter; it was "
-                    "frozen in the job that saved them, or is new in this one"
+                    f"{shard.key}: the optimizer's flat buckets of {self._index.path} have no such parameter; "
+                    f"{_FROZEN_OR_NEW}"
                 )
 
-    def _check(self, shard: Any, state: str, parameter: _Parameter) -> None:
+    def _shares(self, shard: Any, state: str, parameter: _Parameter) -> list[tuple[_Part, Box]]:
+        """Stored slices that make up a requested one, each with what they have in common."""
         shape = tuple(shard.global_shape)
         if shape != parameter.shape and not (shard.allow_shape_mismatch and len(shape) == len(parameter.shape)):
             raise ShapeMismatchError(
                 f"{shard.key}: the checkpoint {self._index.path} has the parameter in the shape "
                 f"{list(parameter.shape)}, expected {list(shape)}"
             )
-        for bucket in {part.bucket for part in parameter.parts}:
+        requested = Box(tuple(shard.global_offset), local_box(shard))
+        near = [(part, intersect(part.slice, requested)) for part in parameter.overlapping(requested)]
+        shares = [(part, share) for part, share in near if share is not None]
+        buckets = sorted({part.bucket for part, _ in shares})
+        for bucket in buckets:
             if f"{bucket}.{state}" not in self._index.tensors:
                 why = advice_on_states([f"{bucket}.{state}"], self._index)
                 raise MissingKeyError(f"{shard.key}: {bucket} of {self._index.path} has no {state!r}{why}")
+        # Layers share a key: those that were frozen leave gaps that matter to nobody who does not ask for them.
+        within = intersect(requested, Box((0,) * len(parameter.shape), parameter.shape))
+        found = [] if within is None else [relative(share, within.offsets) for _, share in shares]
+        if within is None or not (problem := covers(within.sizes, found)):
+            return shares
+        if sum(math.prod(box.sizes) for box in found) < math.prod(within.sizes):
+            raise MissingKeyError(
+                f"{shard.key}: the optimizer's flat buckets of {self._index.path} do not have all of its elements at "
+                f"{list(within.offsets)} of sizes {list(within.sizes)}; {_FROZEN_OR_NEW}"
+            )
+        raise CorruptCheckpointError(
+            f"{self._index.path}: the tables of parameters of {', '.join(buckets[:3])} do not make up {shard.key}: "
+            f"{problem}. One is of another save, or damaged; load another copy or an earlier checkpoint"
+        )
 
     def _of_shard(self, shard: Any, state: str, parameter: _Parameter) -> Iterator[_Read]:
         requested = Box(tuple(shard.global_offset), local_box(shard))
-        self._check(shard, state, parameter)
+        shares = self._shares(shard, state, parameter)
         if shard.data is None:
             shard.init_data("cpu")
         data = shard.data.detach().view(requested.sizes)
         if tuple(shard.global_shape) != parameter.shape:
             data.zero_()
-        for part in parameter.overlapping(requested):
-            share = intersect(part.slice, requested)
-            if share is None:
-                continue
+        for part, share in shares:
             inside = relative(share, part.offsets).offsets
             first = part.first + sum(map(operator.mul, inside, part.strides))
             yield from _covering(

@@ -176,6 +176,9 @@ class JobBuckets:
                 for parameter, held in bucket["param_map"].items():
                     start, stop = held["param"].start, held["param"].end
                     states = self.optimizer._get_main_param_and_optimizer_states(parameter)  # noqa: SLF001
+                    # The master of a 32-bit weight is the weight itself, which is loaded, too.
+                    if _in_one_memory(states["param"], parameter):
+                        states = {**states, "param": states["param"].clone()}
                     entry, shape = entries[id(parameter)], tuple(parameter.shape)
                     found = _OwnParameter(parameter, states, {})
                     asked: dict[str, dict[int, Any]] = {}
@@ -239,6 +242,10 @@ class JobBuckets:
                 if 0 not in form.sizes:
                     is_copy, offsets = not is_main(leaf.replica_id), tuple(leaf.global_offset)
                     yield Region(begins[buffer] + bucket, leaf.key, form, offsets, first + begin, is_copy)
+
+
+def _in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _collect(values: Iterable[Any], kinds: tuple[type, ...], found: list[Any]) -> None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import copy
 import itertools
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import LoadError, MissingKeyError
+from mcore_ckpt.core.errors import LoadError, MissingKeyError, PlanError
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.directory.in_force import iteration_of
 from mcore_ckpt.format.index import is_flat_bucket
@@ -70,8 +70,8 @@ def has_flat_state(state: Any) -> bool:
 
 
 class _Compared(NamedTuple):
-    """Comparison by one rank or several: whether buckets differ from the stored ones, and the groups whose tables were
-    compared.
+    """Comparison by one rank or several: whether buckets differ from the stored ones, and the groups of ranks that the
+    job has. A group without a table is not compared.
     """
 
     differs: bool
@@ -115,22 +115,24 @@ def under_this_division(state: Any, call: MegatronLoad) -> Any:
 
 def _compared(reader: CheckpointReader, state: Any, *, is_alone: bool) -> _Compared:
     stored, holders = flat_buckets(reader.index), table_holders(reader.index)
-    compared = set()
+    groups = set()
     for part in _parts(state).values() if stored else ():
         job = _job_buckets(part)
         if job is None:
             return _Compared(OWN_RANGES in (part["param_state"] or ()))
         holder = part["param_state"][TABLE_HOLDER]
-        if not (is_alone or is_main_replica(holder)) or (own := job.table()) is None:
+        if not (is_alone or is_main_replica(holder)):
             continue
         group = holder.unique_key.removesuffix(f"{TABLE_HOLDER}/shard_0_1")
+        groups.add(group)
+        if (own := job.table()) is None:
+            continue
         nearest = group if group in holders else min(holders, default="")
         record = reader.object_bytes(holders[nearest]) if nearest else b""
         if (content := member_of(record, TABLE_MEMBER)) is None:  # of an older version, or of other programs
             if advice := advice_on_other_buckets(reader, leaves_by_kind(part["param_state"])[0]):
                 raise MissingKeyError(f"{reader.path}: other buckets of {group} are stored than this job has{advice}")
             continue
-        compared.add(group)
         if group != nearest:
             return _Compared(True)
         if content != own:
@@ -138,7 +140,7 @@ def _compared(reader: CheckpointReader, state: Any, *, is_alone: bool) -> _Compa
             table = ParameterTable(content, where, group, stored.get(group, {}))
             if not table.is_as(ParameterTable(own, "the job's own table")):
                 return _Compared(True)
-    return _Compared(False, frozenset(compared))
+    return _Compared(False, frozenset(groups))
 
 
 def with_own_ranges(state: Any) -> Any:
@@ -152,11 +154,15 @@ def with_own_ranges(state: Any) -> Any:
         if (job := _job_buckets(part)) is not None:
             settings = {name: value.data if is_sharded_object(value) else value for name, value in part.items()}
             changed[number] = {**settings, "param_state": job.own_ranges(), "param_state_sharding_type": _HANDED_OUT}
-    return {**state, "optimizer": changed.get(None, changed)} if parts else state
+    return {**state, "optimizer": changed.get(None, {**state["optimizer"], **changed})} if parts else state
 
 
 def _asked_for(state: Any, reader: CheckpointReader, call: MegatronLoad) -> Any:
-    changed = with_own_ranges(state)
+    try:
+        changed = with_own_ranges(state)
+    except PlanError as error:
+        error.args = (f"{error}. Another layout than that of the save takes a conversion: {_conversion(reader.path)}",)
+        raise
     parts = _parts(changed)
     shards = leaves_by_kind([part["param_state"] for part in parts.values()])[0]
     found = [STATE_KEY.fullmatch(shard.key) for shard in shards]
@@ -167,31 +173,44 @@ def _asked_for(state: Any, reader: CheckpointReader, call: MegatronLoad) -> Any:
         raise
     buckets.check(shards)
     wanted = {number: (part.get("optimizer") or {}).get("param_groups", ()) for number, part in parts.items()}
-    call.buckets, call.change_common = buckets, partial(_handed_out, reader=reader, wanted=wanted)
+    others = changed["optimizer"].keys() - wanted.keys() if None not in wanted else ()
+    call.buckets = buckets
+    call.change_common = partial(_handed_out, reader=reader, wanted=wanted, others=frozenset(others))
     return changed
 
 
 def advice_on_other_buckets(reader: CheckpointReader, shards: Iterable[Any]) -> str:
     """How a load goes on that requests other flat buckets than are stored; nothing, if it does not."""
     stored = reader.index.tensors
-    requested = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
+    asked = [shard for shard in shards if is_flat_bucket(shard.key) or STATE_KEY.fullmatch(shard.key)]
+    requested = {shard.key: tuple(shard.global_shape) for shard in asked}
     missing = [key for key, shape in requested.items() if key not in stored or stored[key].shape != shape]
-    if not missing or not any(map(is_flat_bucket, stored)):
+    if not missing or reader.parameters is not None or not any(map(is_flat_bucket, stored)):
         return ""
+    if any(member_of(reader.object_bytes(key), TABLE_MEMBER) for key in table_holders(reader.index).values()):
+        return (
+            ". The optimizer's state is flat buckets (dp_reshardable) of another layout. Their tables serve a state "
+            "dict that has the optimizer under 'optimizer', the model's own parameters (keep_vars), and no grouped "
+            f"experts, whose weights are reshaped. Or convert it, for any layout: {_conversion(reader.path)}"
+        )
     return advice_on_states(missing, reader.index) or _advice_on_layout(reader.path)
 
 
 def _advice_on_layout(checkpoint: Path) -> str:
     """How flat buckets without tables are loaded under another layout than that of the save."""
+    return (
+        ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it, without tables "
+        "of their parameters, which a save by this package adds: save it again so under that layout. Or convert it, "
+        f"for any layout: {_conversion(checkpoint)}"
+    )
+
+
+def _conversion(checkpoint: Path) -> str:
     step, layout = iteration_of(checkpoint.name), _HANDED_OUT
     run = str(checkpoint if step is None else checkpoint.parent)
     name, chosen = ("", "") if step is None else (f"/iter_{step:07d}", f" --ckpt-step {step}")
     words = shlex.join(["mcore-ckpt", "reshard", run + name, f"{run}-{layout}{name}", "--optimizer-layout", layout])
-    return (
-        ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it, without tables "
-        "of their parameters, which a save by this package adds: save it again so under that layout. Or convert it, "
-        f"for any layout: {words}; then --load {shlex.quote(f'{run}-{layout}')}{chosen}"
-    )
+    return f"{words}; then --load {shlex.quote(f'{run}-{layout}')}{chosen}"
 
 
 # --- the common state
@@ -209,6 +228,8 @@ def declared_reshardable(common: Any, directory: Path) -> Any:
         return common
     reader = CheckpointReader(directory)
     holders = table_holders(reader.index).values()
+    if not any(map(is_flat_bucket, reader.index.tensors)):  # an optimizer of another kind
+        return common
     if not any(member_of(reader.object_bytes(key), TABLE_MEMBER) for key in sorted(holders)[:1]):
         if is_first_rank():  # what Megatron-LM raises names an option that does not help
             _logger.warning("%s was saved under another TP or PP%s", directory, _advice_on_layout(directory))
@@ -221,10 +242,15 @@ def _reshardable(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _handed_out(
-    common: Any, *, reader: CheckpointReader, wanted: Mapping[int | None, Sequence[Mapping[str, Any]]]
+    common: Any,
+    *,
+    reader: CheckpointReader,
+    wanted: Mapping[int | None, Sequence[Mapping[str, Any]]],
+    others: Collection[Any],
 ) -> Any:
     """The common state as that of a `fully_reshardable` checkpoint of a job with these optimizers, each with the
-    parameter groups that it has: settings that each group of ranks has stored belong to it there.
+    parameter groups that it has: settings that each group of ranks has stored belong to it there. Optimizers of the job
+    without flat buckets keep what is stored of them.
     """
     if not isinstance(common, dict):
         return common
@@ -236,14 +262,16 @@ def _handed_out(
         of_group = stored.setdefault(match["chained"] or "", {}).setdefault(match["group"], {})
         of_group[match["name"]] = value[0] if isinstance(value, list) else value
     parts = [[*of_groups.values()] for _, of_groups in sorted(stored.items())]
-    made: dict[int | None, dict[str, Any]] = {}
+    as_stored = common.get("optimizer")
+    kept = as_stored if isinstance(as_stored, dict) else {}
+    made: dict[Any, Any] = {number: kept[number] for number in others if number in kept}
     for position, (number, groups) in enumerate(wanted.items()):
         own = parts[min(position, len(parts) - 1)]
         part = copy.deepcopy(own[0])
         if isinstance(part.get("optimizer"), dict):
             described = own if len(parts) == len(wanted) else itertools.chain.from_iterable(parts)
-            others = itertools.chain.from_iterable(wanted.values())
-            part["optimizer"]["param_groups"] = _parameter_groups(described, groups, others)
+            of_all = itertools.chain.from_iterable(wanted.values())
+            part["optimizer"]["param_groups"] = _parameter_groups(described, groups, of_all)
         made[number] = {**part, "param_state_sharding_type": _HANDED_OUT}
     content = common.get("content_metadata") or {}
     return {**common, "optimizer": made.get(None, made), "content_metadata": _reshardable(content)}

@@ -63,6 +63,7 @@ def changed(number: int, **fields: Any) -> UncheckedTable:
     return table_of(regions)
 
 
+RUN = Form((128,), (64,), (1,))
 HOSTILE = {
     "moved by one": changed(0, first=1),
     "moved behind padding": changed(1, first=65),
@@ -87,6 +88,7 @@ HOSTILE = {
     "no buckets": replace(table_of(), buckets=[]),
     "other lengths": replace(table_of(), buckets=[(BUCKETS[0][0], 371), BUCKETS[1]]),
     "buckets that are too long": replace(table_of(), buckets=[(BUCKETS[0][0], 2**63), (BUCKETS[1][0], 2**63)]),
+    "one bucket twice": UncheckedTable([("b", 64)] * 2, [Region(n, "w", RUN, (64 * n,), 0, False) for n in (0, 1)]),
     "unaligned": table_of(alignment=63),
     "less padding": table_of(longest=40),
 }

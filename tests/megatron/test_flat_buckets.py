@@ -11,16 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from mcore_ckpt import LoadError, LoadOptions, PlanError, TorchDistLoadStrategy, certify
+from mcore_ckpt import (
+    LoadError,
+    LoadOptions,
+    MissingKeyError,
+    OptionError,
+    PlanError,
+    TorchDistLoadStrategy,
+    certify,
+)
 from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, ParameterTable, Region
 from mcore_ckpt.megatron.flat_buckets import _leaves
-from mcore_ckpt.megatron.other_division import FLAT_BUCKETS, SHARDING_TYPE, _parameter_groups
+from mcore_ckpt.megatron.other_division import FLAT_BUCKETS, SHARDING_TYPE, _parameter_groups, with_own_ranges
 from mcore_ckpt.reshard import _optimizer_layout
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from tests.format import independent_reader as independent
@@ -213,6 +222,76 @@ def test_of_gathered_state_each_rank_reads_its_own_range(tmp_path: Path) -> None
     assert differing(read_state(tmp_path / "saved"), read_state(tmp_path / "loaded")) == []
 
 
+FROZEN = replace(GATED, frozen=(1,))
+
+
+def go_on_frozen(rank: int, directory: Path) -> tuple[list[float], list[float], str]:
+    """Losses of a job with a frozen layer and of its resume under another layout; the error if nothing is frozen then.
+
+    Megatron stacks the layers of a model under one key.
+    """
+    dist_checkpointing = prepare()
+    training = build_training(FROZEN, Parallel(tensor=2), seed=1)
+    training.train(2)
+    dist_checkpointing.save(training.sharded_state_dict(flat_buckets=True), made(directory))
+    expected = training.train(2)
+    thawed = build_training(GATED, Parallel(pipeline=2), seed=9)
+    with pytest.raises(MissingKeyError) as raised:
+        dist_checkpointing.load(thawed.sharded_state_dict(is_loading=True, flat_buckets=True), directory)
+    again = build_training(FROZEN, Parallel(pipeline=2), seed=9)
+    again.load(dist_checkpointing.load(again.sharded_state_dict(is_loading=True, flat_buckets=True), directory))
+    return expected, again.train(2), str(raised.value)
+
+
+def test_layers_that_were_frozen_matter_only_where_they_are_trained(tmp_path: Path) -> None:
+    for rank, (expected, resumed, error) in enumerate(run_pretending_ranks(go_on_frozen, 2, tmp_path / "saved")):
+        assert re.search(r"do not have all of its elements at .*it was frozen in the job that saved them", error), error
+        assert rank == 0 or resumed == pytest.approx(expected, rel=1e-3)  # (the last stage's)
+    with pytest.raises(OptionError, match="since some were frozen"):
+        reshard_checkpoint(tmp_path / "saved", tmp_path / "made", optimizer_layout="fully_reshardable")
+    assert not (tmp_path / "made").exists()
+
+
+def load_changed(rank: int, directory: Path) -> None:
+    """In 32 bits; and where one stage's state dict does not have the parameter itself, at the save or the load."""
+    dist_checkpointing = prepare()
+    exact = build_training(replace(GATED, dtype="float32"), Parallel(pipeline=2), seed=9)
+    wanted = exact.sharded_state_dict(is_loading=True, flat_buckets=True)
+    exact.load(dist_checkpointing.load(wanted, directory / "gated" / "checkpoint"))
+    write_state(directory / "exact", rank, exact.sharded_state_dict())
+
+    def unnamed(training: Any, *, is_loading: bool) -> Any:
+        state = training.sharded_state_dict(is_loading=is_loading, flat_buckets=True)
+        model = dict(state["model"])
+        for key in {"output_layer.weight"} & model.keys():
+            model[key] = replace(model[key], data=model[key].data.detach())
+        metadata = state["content_metadata"]
+        return {**state, "optimizer": training.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
+
+    for name, saves, loads in (("unnamed", True, False), ("unnamed-later", False, True)):
+        training, again = (build_training(GATED, Parallel(pipeline=2), seed=seed) for seed in (1, 9))
+        training.train(1)
+        state = training.sharded_state_dict(flat_buckets=True)
+        dist_checkpointing.save(unnamed(training, is_loading=False) if saves else state, made(directory / name))
+        write_state(directory / f"{name}-saved", rank, training.sharded_state_dict())
+        wanted = again.sharded_state_dict(is_loading=True, flat_buckets=True)
+        wanted = unnamed(again, is_loading=True) if loads else wanted
+        again.load(dist_checkpointing.load(wanted, directory / name))
+        write_state(directory / f"{name}-loaded", rank, again.sharded_state_dict())
+
+
+def test_masters_of_a_job_in_32_bits_are_those_saved_and_what_has_no_table_loads_under_its_own_layout(
+    saved: Path,
+) -> None:
+    run_pretending_ranks(load_changed, 2, saved)
+    masters = {key: value for key, value in read_state(saved / "gated" / "saved").items() if ".state.param." in key}
+    assert masters
+    exact = read_state(saved / "exact")
+    assert all(torch.equal(value, exact[key]) for key, value in masters.items())
+    for name in ("unnamed", "unnamed-later"):
+        assert differing(*(read_state(saved / f"{name}-{when}") for when in ("saved", "loaded"))) == []
+
+
 def load_strictly(rank: int, directory: Path, ours: bool, layout: Parallel) -> tuple[list[str], list[str]]:
     """What all ranks find missing or unexpected, and keys of the optimizer's state that are not as they were saved."""
     if ours:
@@ -276,8 +355,10 @@ WRONG: dict[str, tuple[Callable[[ParameterTable], bytes] | None, str]] = {
     "shifted": (changed(-1, first=10**9), "a region leaves its bucket"),
     "a gap": (of_regions(lambda regions: regions[:2] + regions[3:]), "elements of no parameter lie before"),
     "no end": (of_regions(lambda regions: regions[:-1]), "elements at the end of .* are of no parameter"),
-    "all at zero": (
-        of_regions(lambda regions: [one._replace(offsets=tuple(0 for _ in one.offsets)) for one in regions]),
+    "at zero in each layer": (
+        of_regions(
+            lambda regions: [one._replace(offsets=(one.offsets[0], *[0] * (len(one.offsets) - 1))) for one in regions]
+        ),
         r"bucket_idx_0 do not make up \S+: element .* expected exactly 1",  # of slices of TP 2
     ),
     "renamed": (of_regions(renamed), "have no such parameter; it was frozen in the job that saved them, or is new"),
@@ -384,3 +465,13 @@ def test_parameter_groups_follow_experts_that_are_divided_otherwise() -> None:
     assert _parameter_groups(stored, undivided, undivided) == undivided
     # What only another pipeline stage wants has its place, which is the same on all ranks.
     assert _parameter_groups(stored[:1], [norms], [norms]) == undivided
+
+
+def test_chained_optimizers_without_flat_buckets_are_asked_for_as_they_are() -> None:
+    """As a layer-wise optimizer in a chain with a distributed one."""
+    job = SimpleNamespace(own_ranges=dict)
+    layer_wise = {"optimizer": {"param_groups": []}, "state": "of all matrices"}
+    distributed = {"optimizer": {"param_groups": []}, "param_state": {TABLE_HOLDER: SimpleNamespace(job_buckets=job)}}
+    asked = with_own_ranges({"model": {}, "optimizer": {0: layer_wise, 1: distributed}})["optimizer"]
+    assert asked[0] is layer_wise
+    assert asked[1]["param_state_sharding_type"] == "fully_reshardable"

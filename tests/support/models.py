@@ -32,6 +32,7 @@ class ModelShape:
     sequence: int = 16
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 has fp32 main parameters in the optimizer
     tied: bool = False  # the output layer has the weight of the embedding, on the last stage of a pipeline a copy
+    frozen: tuple[int, ...] = ()  # layers, from 1 on
     layer_wise: bool = False  # Megatron's layer-wise optimizer, with SGD and its momentum in the place of Muon
 
 
@@ -213,6 +214,9 @@ def build_training(
     )
     if dtype is torch.bfloat16:
         chunk = chunk.bfloat16()
+    for one in chunk.decoder.layers:
+        if one.layer_number in shape.frozen:
+            one.requires_grad_(False)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=not shape.layer_wise,
         overlap_grad_reduce=bucket_elements is not None,
