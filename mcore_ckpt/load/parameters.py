@@ -165,7 +165,7 @@ class BucketReads:
             if f"{bucket}.{state}" not in self._index.tensors:
                 why = advice_on_states([f"{bucket}.{state}"], self._index)
                 raise MissingKeyError(f"{shard.key}: {bucket} of {self._index.path} has no {state!r}{why}")
-        # Layers share a key: those that were frozen leave gaps that matter to nobody who does not ask for them.
+        # Layers share a key. A gap of frozen layers matters to ranks that ask for these alone.
         within = intersect(requested, Box((0,) * len(parameter.shape), parameter.shape))
         found = [] if within is None else [relative(share, within.offsets) for _, share in shares]
         if within is None or not (problem := covers(within.sizes, found)):
