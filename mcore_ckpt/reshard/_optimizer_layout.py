@@ -168,8 +168,8 @@ def _from_tables(index: CheckpointIndex, common: Mapping[str, Any]) -> _Sources 
                         raise CorruptCheckpointError(f"{index.path}: tables of parameters have two shapes of {key}")
                     parts = (Part(box, f"{bucket}.{state}", array, flat=at) for box, at in dense_slices(region))
                     sources.setdefault(key, []).extend(parts)
-        for key, parts in sources.items():
-            if sum(math.prod(part.slice.sizes) for part in parts) < math.prod(shapes[key]):
+        for key, found in sources.items():
+            if sum(math.prod(part.slice.sizes) for part in found) < math.prod(shapes[key]):
                 raise OptionError(
                     f"{index.path}: the flat buckets do not have all layers of {key}, since some were frozen, and "
                     f"{FULLY_RESHARDABLE} stores whole tensors alone. A job with the same layers frozen loads the "
