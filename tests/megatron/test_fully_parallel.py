@@ -174,7 +174,7 @@ def _fail(rank: int, root: Path) -> list[str]:
     def cannot_read(*args: Any) -> Any:
         raise LoadError("this is not here")
 
-    for owner, name in ((serialization, "load_common"), (CheckpointReader, "_read")):
+    for owner, name in ((serialization, "load_common"), (CheckpointReader, "read_items")):
         with pytest.MonkeyPatch.context() as patched:
             if rank == 3:
                 patched.setattr(owner, name, cannot_read)

@@ -111,7 +111,7 @@ def replaced_under_a_load(rank: int, directory: Path) -> str:
     run = directory / "run"
     dist_checkpointing.save(state(1), made(run / "iter_0000001"))
     named, replace = two_saves(run)
-    return refused(named, (CheckpointReader, "_read", replaced_first(replace, CheckpointReader._read)))
+    return refused(named, (CheckpointReader, "read_items", replaced_first(replace, CheckpointReader.read_items)))
 
 
 def test_what_is_replaced_under_a_load_is_not_damaged(tmp_path: Path) -> None:

@@ -145,13 +145,13 @@ def megatron_optimizer(rank: int, path: Path) -> None:
     save(state(5.0), str(path), TorchDistSaveStrategy())
     dist.barrier()
     read = []
-    original = reader.CheckpointReader._read
+    original = reader.CheckpointReader.read_items
 
-    def counted(self: reader.CheckpointReader, plan: Any) -> None:
-        original(self, plan)
+    def counted(self: reader.CheckpointReader, requests: Any) -> None:
+        original(self, requests)
         read.append(self.stats.bytes_read)
 
-    reader.CheckpointReader._read = counted  # type: ignore[method-assign]
+    reader.CheckpointReader.read_items = counted  # type: ignore[method-assign]
     loaded = load_sharded_optimizer_state(state(0.0), path)
     assert (loaded["optimizer"]["exp_avg"] == 5.0).all()
     assert set(loaded) == {"optimizer"}

@@ -231,6 +231,7 @@ def saved_with_stretches(path: Path, common: Mapping[str, Any]) -> dict[str, tor
         index.mcore_data[f"optimizer.state.{state}.linear.weight"] = {"nd_reformulated_orig_global_shape": (8, 6)}
     (path / ".metadata").write_bytes(encode_metadata(index))
     torch.save(common, path / "common.pt")
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return {
         "linear.weight": weight.bfloat16(),
         "optimizer.state.param.linear.weight": weight,
