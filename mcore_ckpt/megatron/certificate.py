@@ -247,7 +247,7 @@ def certify(
         if not is_resume:
             call = MegatronLoad(options, process_group, group, directory=directory, reader=reader)
             sharded_state_dict = _under_this_division(sharded_state_dict, call, group)
-            reader.parameters, handed_out = call.buckets, call.change_common
+            reader.parameters, handed_out = call.buckets, handed_out or call.change_common
         compare = partial(comparison.of_one_save, comparison.compare, sharded_state_dict, optimizer, handed_out)
         found = group.run_merged(_WHAT, compare, _Found.merged, lambda both: both, wrap=LoadError)
         if found.residues or found.counts["unstored"]:

@@ -26,6 +26,7 @@ from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, Form, 
 from mcore_ckpt.load.placement import narrow
 from mcore_ckpt.megatron._versions import mapping, patches
 from mcore_ckpt.state.shards import is_main, is_main_replica, leaves
+from mcore_ckpt.state.torch_classes import PLAIN
 
 _logger = logger_of("mcore_ckpt")
 
@@ -244,8 +245,9 @@ class JobBuckets:
                     yield Region(begins[buffer] + bucket, leaf.key, form, offsets, first + begin, is_copy)
 
 
-def _in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _in_one_memory(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    # Weights of other classes may have no storage, as 8-bit ones.
+    return type(weight) in PLAIN and master.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
 def _collect(values: Iterable[Any], kinds: tuple[type, ...], found: list[Any]) -> None:

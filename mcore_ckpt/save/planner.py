@@ -51,11 +51,9 @@ from mcore_ckpt.state.torch_classes import (
 )
 
 if TYPE_CHECKING:
-    from mcore_ckpt.save.replicas import ReplicaCheck
-
-
-if TYPE_CHECKING:
     import torch
+
+    from mcore_ckpt.save.replicas import ReplicaCheck
 
 
 def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
@@ -278,9 +276,9 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     for key, content in objects.items():
         warn_of_refused(key, content)
     digests = digests_of([*objects.items(), *replicas.items()])
-    for key, members in {leaf.unique_key: record_members(leaf) for leaf in sharded_objects}.items():
-        if members:
-            objects[key] = memoryview(with_members(bytes(objects[key]), members))
+    members = {leaf.unique_key: found for leaf in sharded_objects if (found := record_members(leaf))}
+    for key, of_record in members.items():
+        objects[key] = memoryview(with_members(bytes(objects[key]), of_record))
     return RankState(tensors, objects, described, replicas, digests)
 
 

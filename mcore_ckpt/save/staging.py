@@ -429,8 +429,6 @@ class BucketSource:
         layout = self.bucket.layout
         if start < layout.region_bytes:
             self._fill_region(start, stop, view)
-        self._fill_region(start, stop, view)
-        layout = self.bucket.layout
         payload_offsets = layout.image.payload_offsets
         payload_lengths = layout.image.payload_lengths
         # Items are in file order: from the one that holds `start` to the last that begins before `stop`.

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.testing._internal.two_tensor import TwoTensor
 
 from mcore_ckpt import (
     LoadError,
@@ -28,7 +29,7 @@ from mcore_ckpt import (
     certify,
 )
 from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, ParameterTable, Region
-from mcore_ckpt.megatron.flat_buckets import _leaves
+from mcore_ckpt.megatron.flat_buckets import _in_one_memory, _leaves
 from mcore_ckpt.megatron.other_division import FLAT_BUCKETS, SHARDING_TYPE, _parameter_groups, with_own_ranges
 from mcore_ckpt.reshard import _optimizer_layout
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
@@ -475,3 +476,11 @@ def test_chained_optimizers_without_flat_buckets_are_asked_for_as_they_are() -> 
     asked = with_own_ranges({"model": {}, "optimizer": {0: layer_wise, 1: distributed}})["optimizer"]
     assert asked[0] is layer_wise
     assert asked[1]["param_state_sharding_type"] == "fully_reshardable"
+
+
+def test_weights_without_storage_are_in_no_memory_with_their_masters() -> None:
+    """As Transformer Engine's 8-bit weights."""
+    weight = torch.Tensor._make_wrapper_subclass(TwoTensor, (2, 2), dtype=torch.bfloat16)
+    assert not _in_one_memory(torch.ones(2, 2), weight)
+    exact = torch.nn.Parameter(torch.ones(2, 2))
+    assert _in_one_memory(exact.detach().view(-1), exact)
