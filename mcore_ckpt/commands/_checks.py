@@ -188,7 +188,7 @@ def _lines_of(report: VerifyReport, other: Path | None, accepted: str | None) ->
         )
     if report.problems and not other and not any(problem.kind in ("index", "optimizer") for problem in report.problems):
         lines.append(f"with a copy of this save: mcore-ckpt repair {one_line(report.path)} --from COPY")
-    allowed = {*LoadOptions.from_environment().allowed_classes}
+    allowed = {*LoadOptions.from_environment().allowed_classes} if report.refused else set()
     if {*report.refused} - allowed and "*" not in allowed:
         held = "; ".join(_some([one_line(f"{name} in {key}") for name, key in report.refused.items()]))
         lines.append(f"loads need MCORE_CKPT_ALLOWED_CLASSES={one_line(','.join(report.refused))}: it holds {held}")

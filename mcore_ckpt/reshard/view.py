@@ -193,11 +193,14 @@ def _flat_slices(
 ) -> Iterable[tuple[Box, ChunkSlice]]:
     stop = first + math.prod(part.slice.sizes)
     for chunk in chunks_of.around(entry.fqn, Box((*cell.offsets[:-1], first), (*cell.sizes[:-1], stop - first))):
+        lead = tuple(map(operator.sub, cell.offsets[:-1], chunk.offsets[:-1]))
+        if any(not 0 <= at < size for at, size in zip(lead, chunk.sizes, strict=False)):
+            continue
         start, end = chunk.offsets[-1], chunk.offsets[-1] + chunk.sizes[-1]
         low, high = max(first, start), min(stop, end)
         for box in flat_boxes(part.slice.sizes, low - first, high - first):
-            count, lead = math.prod(box.sizes), len(chunk.sizes) - 1
-            inside = Box((*(0,) * lead, low - start), (*(1,) * lead, count))
+            count = math.prod(box.sizes)
+            inside = Box((*lead, low - start), (*(1,) * len(lead), count))
             offsets = tuple(map(operator.add, part.slice.offsets, box.offsets))
             yield Box(offsets, box.sizes), ChunkSlice(entry, chunk, inside, None)
             low += count
