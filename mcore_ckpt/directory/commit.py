@@ -6,11 +6,12 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 
 **In a file system**, where a rename cannot be made conditional:
 
-1. *Base*: the identity of `.metadata`, read before anything is written.
-2. *Claims on the base* are completed first (7), if their save can still be published. Then the base's own common state
-   is renamed into place, if it is still pending, so that nobody does so late, over a newer one.
-3. The note `.mcore_ckpt_incomplete.ID` is made, then data files, and `common.pt.ID.pending`. All names are made once.
-   At the commit the index is written into the note, in place, and all is synced.
+1. The note `.mcore_ckpt_incomplete.ID` is made, and notes of others are looked for: one that counts ends this save.
+2. *Base*: the identity of `.metadata`. Claims on the base are completed first (7), if their save can still be
+   published. Then the base's own common state is renamed into place, if it is still pending, so that nobody does so
+   late, over a newer one. (Were the base read ahead of the note, two saves could work on one base unseen.)
+3. Data files are written, and `common.pt.ID.pending`. All names are made once. At the commit the index is written into
+   the note, in place, and all is synced.
 4. The directory is listed. Only what is in this list may be removed after the commit (8).
 5. *Claim*: the symbolic link `.mcore_ckpt_next.TOKEN` to the note. TOKEN stands for the base: one save has it.
    Another save that finds a claim whose note is there completes it. A claim whose note is gone is dead: its save can
@@ -307,9 +308,9 @@ class Commit:
         commit = cls(storage, Owner.here(noted), None, common)
         try:
             note = partial(storage.create, commit._note, commit.owner.encode())
-            found = run_concurrently(storage.asks_at_once, partial(_settled, storage), note, storage.list)
-            commit.base = found[0]
-            commit._refuse_others(found[2])
+            found = run_concurrently(storage.asks_at_once, note, storage.list, partial(_settled, storage))
+            commit.base = found[2]
+            commit._refuse_others(found[1])
             if not storage.is_store:  # else later, next to other requests
                 commit.have_common_wait()
         except BaseException:

@@ -117,10 +117,10 @@ def begin_save(
             save.spans += [Span("stage", planned, staged), Span("dispatch", staged, ended)]
         else:
             save.spans.append(Span("write", planned, ended))
+        return save
     except BaseException:
         save.abort()
         raise
-    return save
 
 
 def _collect(

@@ -66,12 +66,16 @@ def walk(v, me=None):
 
 
 def begin(me, how):
-    v = yield ("read", "M")  # 1: the base, before anything is written
+    if not on("coarse"):
+        yield ("create", (f"idx:{me}", (me, NONE)))  # 1: the note
+    return ("settle_base", how, me)
+
+
+def settle_base(how, me):
+    v = yield ("read", "M")  # 2: the base
     t, claim = yield from walk(v)
     if t is None:
-        if claim:
-            return ("complete", claim, v, "saver" if how == "commit" else "failing", me)
-        return ("saver" if how == "commit" else "failing", me)
+        return ("complete", claim, v, "settle_base", how, me) if claim else ("settle_base", how, me)
     if on("sweep at the start"):
         names = yield ("list",)
         yield ("unlink", *(n for n in names if own_of(n) not in (None, me, v)))
@@ -79,9 +83,13 @@ def begin(me, how):
         if not on("no sync before 2"):
             yield ("sync",)
         yield from place_common(v)  # 2
-    mine = [(f"idx:{me}", (me, v)), (f"data:{me}", (me,)), (f"pend:{me}", (me,))]
+    mine = [(f"data:{me}", (me,)), (f"pend:{me}", (me,))]
+    if on("coarse"):
+        mine.append((f"idx:{me}", (me, v)))
     for part in parts(mine):
         yield ("create", *part)
+    if not on("coarse") and (yield ("overwrite", f"idx:{me}", (me, v))) == "ENOENT":  # another save has removed it
+        return ("lost", me)
     return (how, me, v)
 
 
@@ -231,6 +239,11 @@ def outcomes(kind, args, d, lossy):
         for name, content in args:
             d[name] = (0, content)
         return [(None, d)]
+    if kind == "overwrite":
+        if name not in d:
+            return [("ENOENT", d)]
+        d[name] = (0, args[1])
+        return [("ok", d)]
     if kind == "unlink":
         return [(None, {n: each for n, each in d.items() if n not in args})]
     if kind == "claim":

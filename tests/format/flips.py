@@ -160,7 +160,7 @@ def _import_safetensors(target: Path, seed: int) -> None:
     source = target.with_name(f"{target.name}.safetensors")
     target.parent.mkdir(exist_ok=True)
     save_file({key: value for key, value in state(seed).items() if isinstance(value, torch.Tensor)}, source)
-    import_checkpoint(source, target, tp=2)
+    import_checkpoint(source, target, tp=2, allow_whole=True)
     source.unlink()
 
 
