@@ -150,28 +150,23 @@ def _named(path: Any) -> tuple[str, str | None]:
     """What a path names, as text, and the scheme of a URL. Path-like objects of storage clients say in words what they
     name; what `__fspath__` gives may be a copy of it.
     """
-    text = str(path)
-    if (scheme := _scheme(text)) is None:
-        text = os.fsdecode(path)
-        scheme = _scheme(text)
-    return text, scheme
-
-
-def _scheme(text: str) -> str | None:
-    found = _SCHEME.match(text)
-    if found is None:
-        return None
-    scheme, second_slash = found[1].lower(), found[2]
-    if second_slash is None and scheme not in STORE_SCHEMES:
-        return None
-    if not second_slash and os.path.lexists(f"{found[1]}:"):  # a directory of that name, which is meant
-        return None
-    if _USER_INFO[scheme in STORE_SCHEMES].match(text[found.end() :].lstrip("/")):
-        raise OptionError(
-            f"{scheme}://...: the URL has user info or a port in it, and is not shown here. Credentials are taken from "
-            f"the environment and the files of the store's own tools; expected {scheme}://NAME/prefix"
-        )
-    return scheme
+    text = ""
+    for as_text in (str, os.fsdecode):
+        text = as_text(path)
+        if (found := _SCHEME.match(text)) is None:
+            continue
+        scheme, second_slash = found[1].lower(), found[2]
+        if second_slash is None and scheme not in STORE_SCHEMES:
+            continue
+        if not second_slash and os.path.lexists(f"{found[1]}:"):  # a directory of that name, which is meant
+            continue
+        if _USER_INFO[scheme in STORE_SCHEMES].match(text[found.end() :].lstrip("/")):
+            raise OptionError(
+                f"{scheme}://...: the URL has user info or a port in it, and is not shown here. Credentials are taken "
+                f"from the environment and the files of the store's own tools; expected {scheme}://NAME/prefix"
+            )
+        return text, scheme
+    return text, None
 
 
 _MIB = 1024 * 1024
@@ -367,6 +362,11 @@ def tell_unknown_variables() -> None:
 
 def _variable(name: str) -> str:
     return _ENVIRONMENT_PREFIX + name.upper()
+
+
+def names_second_tier() -> bool:
+    """Whether the environment names a second tier of the run."""
+    return _variable("drain_to") in os.environ
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, StrategyNotFoundError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host, names_second_tier
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.directory.publish import remove_tensors
@@ -344,11 +344,12 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
                 # read.
                 raise replaced_error(path, ".metadata, which has no manifest, is another file than before")
             check_common(path, source, reader.index)
-            saving = SaveOptions.from_environment()
-            if saving.drain_to is not None and first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
-                from mcore_ckpt.save.upkeep import run_loaded
+            if names_second_tier() and first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
+                saving = SaveOptions.from_environment()
+                if saving.drain_to is not None:
+                    from mcore_ckpt.save.upkeep import run_loaded
 
-                run_loaded(path, saving, self.options.local_tier)
+                    run_loaded(path, saving, self.options.local_tier)
             if is_first_rank():
                 _log_load(reader, before, time.monotonic() - started_s)
 

@@ -402,49 +402,9 @@ _MOSTLY_CACHED: Final = 0.5
 _Arrived = Callable[[memoryview], None]
 
 
-def _ignore(_: memoryview) -> None:
-    pass
-
-
-def _copy(view: memoryview, read: memoryview, arrived: _Arrived) -> None:
-    """Copy what has been read to the beginning of `view`, where `arrived` then sees it."""
-    for done in range(0, len(read), _SLICE_BYTES):
-        part = view[done : min(done + _SLICE_BYTES, len(read))]
-        copy_bytes(part, read[done : done + len(part)])
-        arrived(part)
-
-
-class BouncePool:
-    """Aligned buffers for reads whose destination O_DIRECT cannot take, as many as there are threads that need one;
-    shared by the readers of a storage, and freed when the last of them closes.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[memoryview] = []
-        self._readers = 0
-
-    def enter(self) -> None:
-        with self._lock:
-            self._readers += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._readers -= 1
-            if self._readers == 0:
-                self._free.clear()
-
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[memoryview]:
-        """A buffer for one piece and the pages around it, page-aligned."""
-        with self._lock:
-            buffer = self._free.pop() if self._free else None
-        buffer = aligned_buffer(_BOUNCE_BYTES) if buffer is None else buffer
-        try:
-            yield buffer
-        finally:
-            with self._lock:
-                self._free.append(buffer)
+# Aligned buffers for reads whose destination O_DIRECT cannot take, as many as there are threads that need one: of the
+# open readers of a storage, and freed when the last of these closes.
+BounceBuffers = deque[memoryview]
 
 
 class LocalReader(RangeReader):
@@ -454,14 +414,13 @@ class LocalReader(RangeReader):
     """
 
     def __init__(
-        self, root: Path, name: str, direct: DirectIo, bounce: BouncePool, *, follow_links: bool = False
+        self, root: Path, name: str, direct: DirectIo, bounce: BounceBuffers, *, follow_links: bool = False
     ) -> None:
         self.name = os.path.join(root, name)
-        self._bounce = bounce
+        self._bounce: BounceBuffers | None = bounce
         self._direct_fd: int | None = None
         self._residency: Residency | None = None
         self._fd: int | None = open_regular(root, name, follow_links=follow_links)
-        bounce.enter()
         try:
             status = os.fstat(self._fd)
             self.size_bytes = status.st_size
@@ -482,7 +441,7 @@ class LocalReader(RangeReader):
             raise
 
     def read_into(self, offset: int, view: memoryview, arrived: _Arrived | None = None) -> None:
-        arrived, view = arrived or _ignore, view.cast("B")
+        arrived, view = arrived or (lambda _: None), view.cast("B")
         self.check_range(offset, len(view))
         if self._fd is None:
             raise ValueError(f"{self.name}: the reader is closed")
@@ -552,15 +511,25 @@ class LocalReader(RangeReader):
 
     def _read_copied(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> int:
         """Read the first bytes of `view` through an aligned buffer; returns how many."""
-        start = offset - offset % ALIGNMENT_BYTES
-        with self._bounce.lent() as buffer:
+        start, bounce = offset - offset % ALIGNMENT_BYTES, self._bounce
+        assert bounce is not None
+        try:
+            buffer = bounce.pop()
+        except IndexError:
+            buffer = aligned_buffer(_BOUNCE_BYTES)
+        try:
             wanted = align_up(min(offset + len(view) - start, len(buffer)))
             got = self._read_at(fd, buffer[:wanted], start) - (offset - start)
             if got <= 0:
                 self._ended_early(offset, offset, len(view))
-            got = min(got, len(view))
-            _copy(view, buffer[offset - start :][:got], arrived)
+            got, read = min(got, len(view)), buffer[offset - start :]
+            for done in range(0, got, _SLICE_BYTES):
+                part = view[done : min(done + _SLICE_BYTES, got)]
+                copy_bytes(part, read[done : done + len(part)])
+                arrived(part)
             return got
+        finally:
+            bounce.append(buffer)
 
     def _ended_early(self, at: int, offset: int, nbytes: int) -> NoReturn:
         raise CorruptCheckpointError(
@@ -572,9 +541,7 @@ class LocalReader(RangeReader):
         fds = [fd for fd in (self._direct_fd, self._fd) if fd is not None]
         if self._residency is not None:
             self._residency.close()
-        if self._fd is not None:
-            self._bounce.leave()
-        self._fd = self._direct_fd = self._residency = None
+        self._fd = self._direct_fd = self._residency = self._bounce = None
         for fd in fds:
             close_read(fd)
 

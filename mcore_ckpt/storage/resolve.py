@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from mcore_ckpt.storage.base import (
 )
 from mcore_ckpt.storage.direct_io import (
     FILE_MODE,
-    BouncePool,
+    BounceBuffers,
     LocalReader,
     LocalWriter,
     close_read,
@@ -125,7 +126,7 @@ class LocalStorage(Storage):
     def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self.root = local_path(root)
         self._follow_links = follow_links
-        self._bounce = BouncePool()
+        self._bounce: weakref.ref[BounceBuffers] | None = None  # of the readers that are open
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.root,)  # writer processes get the path; buffers and locks stay here
@@ -240,9 +241,12 @@ class LocalStorage(Storage):
         return True
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
-        path = self.path(name)
+        path, bounce = self.path(name), self._bounce and self._bounce()
+        if bounce is None:
+            bounce = BounceBuffers()
+            self._bounce = weakref.ref(bounce)
         try:
-            opened = partial(LocalReader, self.root, name, direct, self._bounce, follow_links=self._follow_links)
+            opened = partial(LocalReader, self.root, name, direct, bounce, follow_links=self._follow_links)
             return look_again(path, opened)
         except OSError as error:
             raise open_error(path, error) from error
@@ -260,17 +264,15 @@ class LocalStorage(Storage):
     def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         path = self._own(name)
         with saving("creating the file", path):
-            self._make_folders(name, path)
+            if "/" in name:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
             return LocalWriter(path, size_bytes, direct)
-
-    def _make_folders(self, name: str, path: str) -> None:
-        if "/" in name:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
 
     def publish(self, name: str, content: bytes) -> None:
         path = self._own(name)
         with saving("publishing it", path):
-            self._make_folders(name, path)
+            if "/" in name:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
             replace_durably(path, content)
 
     def create(self, name: str, content: bytes) -> None:
