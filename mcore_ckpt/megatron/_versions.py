@@ -35,6 +35,8 @@ from mcore_ckpt.format.zip_records import version_of
 TESTED_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 _OLDEST, NEWEST_TESTED = (tuple(map(int, TESTED_VERSIONS[end].split(".")[:2])) for end in (0, -1))
 CHECKPOINTING = "megatron.core.dist_checkpointing"
+# Its module of distributed optimizers.
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 NVRX = "nvidia_resiliency_ext"
 NVRX_ASYNC = f"{NVRX}.checkpointing.async_ckpt"
 

@@ -24,7 +24,7 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, Form, Region, encode_parameters
 from mcore_ckpt.load.placement import narrow
-from mcore_ckpt.megatron._versions import mapping, patches
+from mcore_ckpt.megatron._versions import OPTIMIZER, mapping, patches
 from mcore_ckpt.state.shards import is_main, is_main_replica, leaves
 from mcore_ckpt.state.torch_classes import PLAIN
 
@@ -32,15 +32,14 @@ _logger = logger_of("mcore_ckpt")
 
 OWN_RANGES: Final = "mcore_ckpt_own_ranges"
 """Key in `param_state` of what `set_own_ranges` needs, where each rank asks for its own ranges."""
-OPTIMIZER: Final = "megatron.core.optimizer.distrib_optimizer"
 _strides_of_alike = functools.lru_cache(strides_of)  # many parameters have few shapes
 
 
 def change_optimizer() -> None:
-    """Let saves of flat buckets store what lies where in them, and loads ask for a rank's own ranges alone, if the
+    """Let saves of flat buckets store what lies where in them, and loads ask for a rank's own ranges alone; the
     optimizer's module has been imported.
     """
-    optimizer = getattr(sys.modules.get(OPTIMIZER), "DistributedOptimizer", None)
+    optimizer = getattr(sys.modules[OPTIMIZER], "DistributedOptimizer", None)
     for name, replacement in _REPLACEMENTS.items():
         if name in getattr(optimizer, "__dict__", ()) and f"{OPTIMIZER}.DistributedOptimizer.{name}" not in (
             patches.replaced()

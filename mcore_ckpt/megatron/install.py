@@ -50,6 +50,7 @@ from mcore_ckpt.megatron._versions import (
     NEWEST_TESTED,
     NVRX,
     NVRX_ASYNC,
+    OPTIMIZER,
     TESTED_VERSIONS,
     MegatronErrors,
     Patches,
@@ -63,7 +64,6 @@ from mcore_ckpt.megatron._versions import (
     serve_with_numpy_2,
 )
 from mcore_ckpt.megatron.calls import MegatronResume, checking, current_resume, in_progress, noting, synced_load
-from mcore_ckpt.megatron.flat_buckets import OPTIMIZER, change_optimizer
 from mcore_ckpt.megatron.serialization import (
     TRAINING,
     around_load,
@@ -425,7 +425,10 @@ class _AfterImport:
 
 def _change_modules() -> None:
     _certify_module()
-    change_optimizer()
+    if OPTIMIZER in sys.modules:
+        from mcore_ckpt.megatron.flat_buckets import change_optimizer  # (not every job has it)
+
+        change_optimizer()
 
 
 def _certify_module() -> None:

@@ -78,7 +78,6 @@ from mcore_ckpt.megatron.calls import (
     opened_reader,
     unwrapped,
 )
-from mcore_ckpt.megatron.other_division import declared_reshardable, has_flat_state, under_this_division
 from mcore_ckpt.save.transaction import give_up_forgotten_saves, saves_in_progress
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
@@ -325,7 +324,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             if (resume := current_resume()) is None and options.certify != "off":
                 _name_uncertified(directory, options)
             goes_back = options.on_damaged == "go_back" and current_load() is None
-            asks_for_buckets = is_ours(arguments.get("sharded_strategy")) and has_flat_state(sharded_state_dict)
+            asks_for_buckets = is_ours(arguments.get("sharded_strategy")) and _asks_for_buckets(sharded_state_dict)
             joined = joined_load(options, goes_back, arguments, asks_for_buckets)
 
             def read(read_directory: Any) -> Any:
@@ -336,6 +335,8 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
                         call.version, resume.load = metadata_version(path), call
                     state = sharded_state_dict
                     if call.asks_for_buckets:
+                        from mcore_ckpt.megatron.other_division import under_this_division  # (few loads do)
+
                         state = under_this_division(state, call)
                     return stock(state, read_directory, *args, **kwargs)
 
@@ -344,6 +345,15 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             return _load_whole(lambda chosen: read(str(chosen)), directory, options, joined.process_group)
 
     return load
+
+
+def _asks_for_buckets(state: Any) -> bool:
+    """Whether a sharded state dict asks for what may be stored as flat buckets."""
+    if not (isinstance(state, dict) and "optimizer" in state):
+        return False
+    from mcore_ckpt.megatron.other_division import has_flat_state
+
+    return has_flat_state(state)
 
 
 def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, process_group: Any) -> Any:
@@ -391,8 +401,11 @@ def load_common_in_place(checkpoint_dir: Any) -> Any:
         common = load_common(directory, None if call is None else call.options)
         if call is not None and call.change_common is not None:
             return call.change_common(common)
-        is_resume = call is None and current_resume() is not None
-        return declared_reshardable(common, directory) if is_resume else common
+        if call is not None or current_resume() is None:
+            return common
+        from mcore_ckpt.megatron.other_division import declared_reshardable
+
+        return declared_reshardable(common, directory)
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> Any:

@@ -32,7 +32,6 @@ from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.format.parameter_table import GROUP_OBJECT, stored_tables, tensors_of_buckets
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here, read_shards
 from mcore_ckpt.load.records import ReadStats, replaced_error
@@ -61,7 +60,6 @@ from mcore_ckpt.megatron.calls import (
     metadata_version,
     noted_validation,
 )
-from mcore_ckpt.megatron.other_division import advice_on_other_buckets
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.save.async_queue import AsyncRequest
 from mcore_ckpt.save.planner import SaveRequest, Structure, check_hint
@@ -376,6 +374,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             index = (reader := self._open(checkpoint_dir)).index
             tensors = {key: (entry.dtype, entry.shape) for key, entry in index.tensors.items()}
             if _reads_buckets():
+                from mcore_ckpt.format.parameter_table import stored_tables, tensors_of_buckets
+
                 tensors = {key: form for key, form in tensors.items() if not is_flat_bucket(key)}
                 tensors |= tensors_of_buckets(index, stored_tables(index, reader.object_bytes))
             found = {}
@@ -391,6 +391,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             sharded_object = mapping().ShardedObject
             keys: Iterable[str] = self._open(checkpoint_dir).index.objects
             if _reads_buckets():  # what a group of ranks has stored with its buckets, they stand for
+                from mcore_ckpt.format.parameter_table import GROUP_OBJECT
+
                 keys = [key for key in keys if GROUP_OBJECT.fullmatch(key) is None]
             objects = {key: sharded_object.empty_from_unique_key(key) for key in keys}
             return {**objects, **self.load_tensors_metadata(checkpoint_dir)}
@@ -466,6 +468,8 @@ def _load(reader: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[
 
 def _advice_on(reader: CheckpointReader, shards: Iterable[Any], objects: Iterable[Any]) -> str:
     """What a load's error says, too, if the state of another layout than the stored was requested; or nothing."""
+    from mcore_ckpt.megatron.other_division import advice_on_other_buckets
+
     if advice := advice_on_other_buckets(reader, shards):
         return advice
     keys = {leaf.unique_key for leaf in objects if leaf.key.endswith("rng_state")} - reader.index.objects.keys()

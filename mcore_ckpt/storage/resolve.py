@@ -241,7 +241,7 @@ class LocalStorage(Storage):
         return True
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
-        path, bounce = self.path(name), self._bounce and self._bounce()
+        path, bounce = self.path(name), None if self._bounce is None else self._bounce()
         if bounce is None:
             bounce = BounceBuffers()
             self._bounce = weakref.ref(bounce)
