@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -94,11 +94,19 @@ class Patches:
 
     def replace(self, owner: Any, name: str, replacement: Any) -> None:
         """Set an attribute of a class; of a module, also the globals of all other modules that hold the same object."""
-        original = vars(owner)[name]
-        self.set(owner, name, replacement)
-        for other, alias in _globals_holding(original) if isinstance(owner, ModuleType) else ():
+        self.replace_all([(owner, name, replacement)])
+
+    def replace_all(self, replacements: Iterable[tuple[Any, str, Any]]) -> None:
+        """Replace each (owner, name, replacement), and look once for the globals that hold one of the originals."""
+        replaced: dict[int, _Change] = {}
+        for owner, name, replacement in replacements:
+            self.set(owner, name, replacement)
+            if isinstance(owner, ModuleType):
+                replaced[id(self._changes[-1].original)] = self._changes[-1]
+        for other, alias, held in _globals_holding(replaced):
+            replacement = replaced[id(held)].replacement
             setattr(other, alias, replacement)
-            self._changes.append(_Change(other, alias, original, replacement))
+            self._changes.append(_Change(other, alias, held, replacement))
 
     def add_module(self, module: ModuleType) -> None:
         """Let an import of the module's name find it, which finds none now."""
@@ -118,6 +126,7 @@ class Patches:
 
     def undo(self) -> None:
         """Put back every original, also in modules that have imported a replacement since, under the same name."""
+        originals: dict[int, dict[str, Any]] = {}  # by name, of each replacement
         for change in reversed(self._changes):
             if vars(change.owner).get(change.name, _ABSENT) is not change.replacement:
                 continue  # replaced again since, by other code, which alone may remove that
@@ -126,10 +135,10 @@ class Patches:
                 continue
             setattr(change.owner, change.name, change.original)
             if isinstance(change.owner, ModuleType):
-                for other, alias in _globals_holding(change.replacement):
-                    # Under another name it may be an import from this package, which stays what it is.
-                    if alias == change.name:
-                        setattr(other, alias, change.original)
+                originals.setdefault(id(change.replacement), {})[change.name] = change.original
+        for other, alias, held in _globals_holding(originals):
+            # Under another name it may be an import from this package, which stays what it is.
+            setattr(other, alias, originals[id(held)].get(alias, held))
         for module in self._added:
             if sys.modules.get(module.__name__) is module:
                 del sys.modules[module.__name__]
@@ -143,15 +152,17 @@ def _dotted(owner: Any, name: str) -> str:
     return f"{prefix}.{name}"
 
 
-def _globals_holding(value: Any) -> Iterator[tuple[ModuleType, str]]:
-    """Globals of other packages' modules that are `value`. Looks into dictionaries only, so nothing lazy is loaded."""
+def _globals_holding(ids: Collection[int]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Globals of other packages' modules that are objects of these ids, with the objects. Looks into dictionaries only,
+    so nothing lazy is loaded.
+    """
     module: Any  # anything can be put into sys.modules
-    for module in list(sys.modules.values()):
+    for module in list(sys.modules.values()) if ids else ():
         if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "mcore_ckpt":
             continue
         for alias, held in list(vars(module).items()):
-            if held is value:
-                yield module, alias
+            if id(held) in ids:
+                yield module, alias, held
 
 
 patches = Patches()

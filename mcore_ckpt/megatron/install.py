@@ -193,11 +193,11 @@ def _replace_all() -> None:
     _check_contract()
     _warn_of_patched_methods()
     supply(patches)
-    for name in CONTRACT:
-        owner = owner_of(name) if name.use == "replaced" and name.belongs_to(megatron_version()[:2]) else None
-        if owner is not None:
-            attribute = name.name.rpartition(".")[2]
-            patches.replace(owner, attribute, replacements[str(name)](getattr(owner, attribute)))
+    used = [name for name in CONTRACT if name.use == "replaced" and name.belongs_to(megatron_version()[:2])]
+    found = ((name, owner, name.name.rpartition(".")[2]) for name in used if (owner := owner_of(name)) is not None)
+    patches.replace_all(
+        (owner, attribute, replacements[str(name)](getattr(owner, attribute))) for name, owner, attribute in found
+    )
     change_when_imported()
     if has_nvrx() and (core := nvrx_core()) is not None:
         served(core.AsyncCallsQueue)
