@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.gloo_ranks import made
 from tests.support.models import ModelShape, Parallel, build_training
-from tests.support.shared_groups import share_groups
+from tests.support.shared_groups import fork_results_queue, share_groups
 from tests.support.state_compare import differing, read_state, write_state
 from tests.support.who_ran import record_strategies
 
@@ -54,6 +54,7 @@ def _prepare(ours: bool) -> None:
 
         mcore_ckpt.install()
     else:
+        fork_results_queue()
         assert "mcore_ckpt" not in sys.modules
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from tests.support.gloo_ranks import made, run_pretending_ranks, run_stock_ranks
+from tests.support.shared_groups import fork_results_queue
 
 pytestmark = pytest.mark.timeout(500)  # the ranks have their own, shorter deadline
 
@@ -72,6 +73,8 @@ def answers(rank: int, root: Path, ours: bool) -> dict[str, Any]:
         import mcore_ckpt
 
         mcore_ckpt.install()
+    else:
+        fork_results_queue()
     from megatron.core import dist_checkpointing as dc
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.validation import StrictHandling

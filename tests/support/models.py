@@ -23,7 +23,7 @@ from tests.support.cpu_megatron import FusedAdam, pretend_cuda
 class ModelShape:
     """What the model is, whatever the parallel layout."""
 
-    layers: int = 4
+    layers: int = 2
     hidden: int = 64  # a quarter of it is one head
     gated: bool = False  # SwiGLU: the first MLP weight is stored in two halves
     experts: int = 0  # for each layer

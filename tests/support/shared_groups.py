@@ -1,9 +1,10 @@
-"""One gloo group for each set of ranks, however often Megatron asks for one."""
+"""What makes real Megatron cheaper on few cores: groups that are made once, and no interpreter for a queue."""
 
 from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from multiprocessing import get_context
 from typing import Any
 
 
@@ -40,3 +41,10 @@ def replace_in_torch(old: Any, new: Any) -> None:
             for name, value in list(vars(module).items()):
                 if value is old:
                     setattr(module, name, new)
+
+
+def fork_results_queue() -> None:
+    """Let stock's writers answer through a forked process: the one that Megatron spawns imports torch on each rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = get_context("fork").Manager().Queue()
