@@ -47,7 +47,7 @@ test: $(INSTALLED)  ## every promise of the docs, on real processes and files; o
 	$(BIN)/python -m pytest --durations=20 $(SIDE_BY_SIDE) $(ARGS)
 
 test-quick: $(INSTALLED)  ## the core, in a minute: what a commit should pass
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "quick and not slow and not matrix and not long" $(ARGS)
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m quick $(ARGS)
 
 test-all: $(INSTALLED)  ## all tests, sweeps complete: hours; ARGS=tests/hosts: some; ARGS="-m long --share 0.2": a share of the long ones
 	$(BIN)/python -m pytest $(COMPLETE) --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix" $(ARGS)

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -182,25 +183,8 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-# The core, by folder or file: what starts no trainers, kills nothing and waits for nothing.
-QUICK = (
-    "commands/test_hostile_indexes.py",
-    "core/test_boxes.py core/test_errors.py core/test_fingerprints.py core/test_options.py",
-    "core/test_paths.py core/test_threads.py",
-    "directory/test_iterations.py directory/test_publish.py",
-    "format",
-    "load/test_binding.py load/test_columns.py load/test_overlaps.py load/test_reader.py",
-    "load/test_slices.py",
-    "megatron/test_registry.py",
-    "reshard/test_partition.py reshard/test_payloads.py",
-    "save/test_buckets.py",
-    "save/test_replicas.py save/test_save_edges.py",
-    "state",
-    "storage/test_local.py storage/test_store_urls.py",
-    "test_architecture.py test_project_files.py test_public_names.py",
-    "tools/test_checkpoint.py tools/test_inspect.py",
-)
-_QUICK = tuple(name if name.endswith(".py") else f"{name}/" for line in QUICK for name in line.split())
+# Marks of tests that take long. `-m` with another mark, as in `-m crash`, leaves them out as the default does.
+LONG_MARKS = ("slow", "matrix", "long")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -215,6 +199,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    asked = config.option.markexpr
+    if asked and not set(LONG_MARKS).intersection(re.findall(r"\w+", asked)):
+        config.option.markexpr = " and not ".join((f"({asked})", *LONG_MARKS))
     if config.option.seed is None:  # (the workers of xdist are given the options)
         line = "git rev-parse --short=6 HEAD"  # (by a shell: without git there is no commit either)
         named = subprocess.run(line, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
@@ -246,9 +233,6 @@ def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Ite
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(_QUICK):
-            item.add_marker("quick")
     if out := _left_out(config, items):
         config.hook.pytest_deselected(items=list(out))
         items[:] = [item for item in items if item not in out]

@@ -12,6 +12,8 @@ import pytest
 
 from scripts.layers import Package, layer_of
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parent.parent
 TREE = Package(ROOT)
 PACKAGE = TREE.package

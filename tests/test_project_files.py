@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS
 from scripts import mutants
-from tests.conftest import QUICK
+from tests.conftest import pytest_configure
 from tests.support.shown_launches import shown_launches
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
@@ -80,9 +84,16 @@ def test_megatron_versions_are_one_list() -> None:
     assert shown == [f"{by_ci[0]} on Python 3.11, {by_ci[1]} on 3.12", f"{rest[0]} to {rest[-1]}"]
 
 
-@pytest.mark.parametrize("name", [name for line in QUICK for name in line.split()])
-def test_what_belongs_to_the_quick_core_is_there(name: str) -> None:
-    assert (ROOT / "tests" / name).exists()
+def test_a_mark_alone_starts_no_long_test() -> None:
+    """`-m crash` would run for an hour; `-m "crash and long"` asks for it."""
+    for asked, taken in (
+        ("crash", "(crash) and not slow and not matrix and not long"),
+        ("crash and long",) * 2,
+        ("",) * 2,
+    ):
+        config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=asked, seed=1))
+        pytest_configure(config)
+        assert config.option.markexpr == taken
 
 
 def test_launches_that_pages_show_save_as_they_say() -> None:

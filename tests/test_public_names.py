@@ -16,6 +16,8 @@ import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 from scripts import site_pages
 
+pytestmark = pytest.mark.quick
+
 PUBLIC = """
     AsyncCallsQueue Certificate Checkpoint CheckpointError CheckpointExistsError CheckpointNotFoundError
     CheckpointSummary ChecksumError ConversionReport CopyReport CorruptCheckpointError DiffReport DtypeMismatchError

@@ -20,6 +20,8 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from tests.support.model_like import write_model
 
+pytestmark = pytest.mark.quick
+
 DEADLINE_S = 40
 MAX_BYTES = 6 * 1024**3
 MANY = 2**40

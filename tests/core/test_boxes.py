@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mcore_ckpt.core.boxes import Box, covers, intersect, runs
 from tests.support.tilings import boxes_in, tilings
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "box", [Box((2, 0), (3, 4)), Box((-1, 0), (2, 4)), Box((0, 0), (-2, 4)), Box((0, 5), (4, 0)), Box((0, 1), (4, 4))]

@@ -8,6 +8,8 @@ import pytest
 
 from mcore_ckpt.core import errors
 
+pytestmark = pytest.mark.quick
+
 ALSO = {
     "OptionError": ValueError,
     "CheckpointExistsError": RuntimeError,

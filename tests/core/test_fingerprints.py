@@ -18,6 +18,8 @@ from mcore_ckpt.core.boxes import Box, Stretch, runs
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.fingerprints import TensorFingerprint, part_of, part_of_elements, part_of_run, state_of
 
+pytestmark = pytest.mark.quick
+
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
 

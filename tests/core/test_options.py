@@ -14,6 +14,8 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.options import tell_unknown_variables, unknown_variables
 from tests.support.kept_log import kept_log
 
+pytestmark = pytest.mark.quick
+
 # One text for each field that can be set from the environment, and what it means.
 SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_existing": ("error", "error"),

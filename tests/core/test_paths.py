@@ -18,6 +18,8 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.options import checkpoint_path, is_supported, local_path
 from mcore_ckpt.storage.resolve import storage_at
 
+pytestmark = pytest.mark.quick
+
 STORES = ["s3://bucket/run/iter_0000001", "msc://profile/run", "gs://b/x", "az://c/x"]
 UNKNOWN = "abfss://c@a.dfs.core.windows.net/x"
 

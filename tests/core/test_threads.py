@@ -12,6 +12,8 @@ from mcore_ckpt.core.process import Crew, in_parallel
 from tests.support.forked import in_child
 from tests.support.processes import suspend
 
+pytestmark = pytest.mark.quick
+
 
 def refuse_threads_from(number: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start

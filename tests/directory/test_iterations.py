@@ -22,6 +22,8 @@ from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
 from tests.support import stored_saves
 from tests.support.model_like import write_model
 
+pytestmark = pytest.mark.quick
+
 
 def write_iteration(run: Path, name: str) -> Path:
     write_model(run / name, tp=1, tensors={"w": torch.ones(3), "v": torch.zeros(2, 2)})

@@ -21,6 +21,8 @@ from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.forked import in_child
 from tests.support.local_files import names
 
+pytestmark = pytest.mark.quick
+
 OPTIONS = SaveOptions()
 
 

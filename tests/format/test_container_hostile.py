@@ -24,7 +24,7 @@ from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 from tests.support.tensor_specs import encode_tensor
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
 FROZEN = Path(__file__).parent / "items"
 PAYLOAD = torch.arange(24, dtype=torch.int16).view(torch.uint8).numpy().tobytes()

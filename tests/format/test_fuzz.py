@@ -44,6 +44,7 @@ MUTANTS = 300  # of a target, where no time is asked for
 SLOWEST_S = 10.0
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.timeout(120 + 2 * SECONDS),
     # torch and numpy complain about tensors and arrays that they then refuse, or that nobody would save.
     pytest.mark.filterwarnings("ignore"),

@@ -15,6 +15,8 @@ from mcore_ckpt.format.metadata_read import read_config, read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.tools.verify import verify_checkpoint
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parent / "golden"
 ALL = sorted(path.name for path in GOLDEN.iterdir())
 MEGATRON = [name for name in ALL if name.startswith("megatron")]

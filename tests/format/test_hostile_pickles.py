@@ -27,7 +27,7 @@ from mcore_ckpt.tools.keys import plain
 from tests.support.forked import in_child
 from tests.support.stored_layouts import stock_item as saved
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
 INDEX_MODULE = "torch.distributed.checkpoint.metadata"
 

@@ -18,6 +18,8 @@ from mcore_ckpt.format.tensor_pickle import DTYPES
 from tests.format import independent_reader as independent
 from tests.support.local_files import data_file
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("ours-*/.metadata"))
 
 

@@ -25,6 +25,8 @@ from mcore_ckpt.load.checks import pickle_differs
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.format.test_metadata import indexes
 
+pytestmark = pytest.mark.quick
+
 SAVE_ID = bytes(range(16))
 
 

@@ -32,6 +32,8 @@ from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 from tests.support.tensor_specs import encode_tensor
 
+pytestmark = pytest.mark.quick
+
 OF_THIS_TORCH = [name for name in DTYPES if torch_dtype(name)]
 GIB = 1024**3
 CPU, CUDA = b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:1"  # as pickles hold these texts

@@ -31,6 +31,8 @@ from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import FORMAT_VERSION, encode_metadata
 from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 
+pytestmark = pytest.mark.quick
+
 
 def sample_metadata() -> Metadata:
     """A tensor in two chunks, a scalar and an object, by torch's classes."""

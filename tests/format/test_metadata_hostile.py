@@ -31,6 +31,8 @@ from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.models._foreign import read_safetensors
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = (GOLDEN / "dtensor-2.13.0" / ".metadata").read_bytes()
 MEGATRON = (GOLDEN / "megatron-0.15.3" / ".metadata").read_bytes()

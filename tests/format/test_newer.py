@@ -32,6 +32,8 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.integrity import Manifest, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN = [None, 5, 0.5, True, "text", (4, 1), ()]
 

@@ -19,6 +19,8 @@ from tests.format import independent_reader as independent
 from tests.support.stored_layouts import stock_item
 from tests.support.unchecked_table import UncheckedTable
 
+pytestmark = pytest.mark.quick
+
 GROUP = "optimizer.distributed.dp_group_idx_0."
 BUCKETS = [("gbuf_idx_0.dtype_x.bucket_idx_0", 370), ("gbuf_idx_0.dtype_x.bucket_idx_1", 160)]
 ROWS = Form((8, 5), (4, 5), (5, 1))

@@ -25,6 +25,8 @@ from mcore_ckpt.format.state_file import read_plain
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 
+pytestmark = pytest.mark.quick
+
 
 class Other:
     """Another one."""

@@ -32,6 +32,8 @@ from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.checks import Items, TensorRow, decode_table
 
+pytestmark = pytest.mark.quick
+
 SAVE_ID = bytes(range(16))
 names = st.text(max_size=30)
 numbers = st.integers(0, 2**62)

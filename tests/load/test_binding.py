@@ -21,6 +21,8 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import data_file
 
+pytestmark = pytest.mark.quick
+
 SHAPE = (600, 1000)  # 2.4 MB: more than two blocks
 
 

@@ -20,6 +20,8 @@ from mcore_ckpt.load import ranges
 from mcore_ckpt.load.requests import ReadRequest
 from tests.support.local_files import flip
 
+pytestmark = pytest.mark.quick
+
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64)
 SHAPES = ((), (7,), (3, 50), (2, 1, 600), (40, 40))
 

@@ -16,6 +16,8 @@ from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from tests.support.local_files import drop_cached
 
+pytestmark = pytest.mark.quick
+
 # In elements of float32: an item of a few bytes, one below and one beyond what is read with its neighbours.
 SIZES = {"small": (64, 8), "packed": (256, 256), "long": (512, 4096)}
 

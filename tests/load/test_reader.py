@@ -44,6 +44,8 @@ from tests.support.stored_layouts import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.quick
+
 MIB = 1024 * 1024
 
 

@@ -20,6 +20,8 @@ from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from tests.support.local_files import drop_cached, has_direct_io
 
+pytestmark = pytest.mark.quick
+
 LARGE = torch.arange(3 * 1024 * 1000, dtype=torch.int32).view(3072, 1000)  # 12.3 MB
 SMALL = torch.arange(60_000, dtype=torch.int32).view(300, 200)  # 240 KB
 

@@ -11,6 +11,8 @@ pytest.importorskip("megatron.core", reason="the strategies derive from Megatron
 from mcore_ckpt import OptionError, StrategyNotFoundError, get_strategy, register_strategy
 from mcore_ckpt.megatron import strategy as registry
 
+pytestmark = pytest.mark.quick
+
 
 class Action(Enum):
     """As Megatron's `StrategyAction`."""

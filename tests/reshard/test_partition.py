@@ -9,6 +9,8 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, Te
 from mcore_ckpt.reshard.options import parse_partition_rules
 from mcore_ckpt.reshard.partition import Partition, Partitioner, divide
 
+pytestmark = pytest.mark.quick
+
 ITEM = StoredItem("__0_0.distcp", 0, 1)
 
 

@@ -20,6 +20,8 @@ from tests.support.local_files import flip
 from tests.support.model_like import assert_same
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
 
+pytestmark = pytest.mark.quick
+
 
 def random_cut(generator: random.Random, size: int) -> list[tuple[int, int]]:
     """An axis divided into a few `(offset, size)`."""

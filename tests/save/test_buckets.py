@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 
@@ -16,6 +17,8 @@ from mcore_ckpt.save.planner import lay_out_rank
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.tensor_specs import specs_of, tail_with
+
+pytestmark = pytest.mark.quick
 
 
 @st.composite

@@ -13,6 +13,8 @@ from mcore_ckpt import SaveError, SaveOptions, TorchDistSaveStrategy, checkpoint
 from tests.support.gloo_ranks import run_megatron_ranks
 from tests.support.kept_log import kept_log
 
+pytestmark = pytest.mark.quick
+
 
 def save_diverged(rank: int, directory: Path) -> list[str]:
     """The warnings of each save, of which the second and the third find another element on rank 1."""

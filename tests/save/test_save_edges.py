@@ -19,6 +19,8 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 
 from tests.save.test_owner import loaded, state, strategy
 
+pytestmark = pytest.mark.quick
+
 _QUIET = SaveOptions()
 
 

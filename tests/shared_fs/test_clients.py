@@ -186,7 +186,7 @@ def test_what_another_host_replaces_is_read_complete_or_said_to_be_replaced(
 @pytest.mark.long
 def test_the_quick_tests_pass_on_the_mount(hosts: Hosts) -> None:
     tests = [f"tests/{layer}" for layer in ("directory", "load", "save", "dcp")]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "quick and not slow and not long", "-n", "4", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "quick", "-n", "4", *tests]
     options = ["-p", "no:cacheprovider", f"--basetemp={hosts[0] / 'quick'}"]
     environment = {**os.environ, "HYPOTHESIS_PROFILE": "quick"}
     done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, check=False)

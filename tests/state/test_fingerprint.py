@@ -16,6 +16,8 @@ from mcore_ckpt.megatron.certificate import crc_of_shard
 from mcore_ckpt.state.shards import leaves
 from tests.support.shards import shard
 
+pytestmark = pytest.mark.quick
+
 
 def crc(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

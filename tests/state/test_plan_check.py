@@ -17,6 +17,8 @@ from mcore_ckpt.state.plan_check import check_plans
 from mcore_ckpt.state.plans import LocalPlan
 from tests.support.tilings import tilings
 
+pytestmark = pytest.mark.quick
+
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
 

@@ -20,6 +20,8 @@ import torch
 
 from mcore_ckpt.state.values import unequal
 
+pytestmark = pytest.mark.quick
+
 
 class _CannotCompare:
     def __eq__(self, other: object) -> bool:

@@ -20,6 +20,8 @@ from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def local(tmp_path: Path) -> LocalStorage:

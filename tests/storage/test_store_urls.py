@@ -14,6 +14,8 @@ import pytest
 from mcore_ckpt import OptionError
 from mcore_ckpt.storage.resolve import storage_at
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -22,6 +22,8 @@ from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
 from tests.support.tilings import tilings
 
+pytestmark = pytest.mark.quick
+
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 
 

@@ -21,6 +21,8 @@ from mcore_ckpt.tools.inspection import describe_items, render_report, summarize
 from mcore_ckpt.tools.keys import layout_of_chunks
 from tests.support.model_like import model_tensors, write_model
 
+pytestmark = pytest.mark.quick
+
 
 def test_summary(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = summarize_checkpoint(checkpoint)
