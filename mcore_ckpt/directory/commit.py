@@ -417,10 +417,13 @@ class Commit:
 
     def _lost(self) -> SaveError:
         now = identity_in_force(self.storage)
-        if now is None or now == self.base:
+        if now is None:
             what = "its files were removed by another process, or the directory was"
         else:
-            what = f"another save ({now.save or 'not of this package'}) has been published in this directory since then"
+            other = f"another save ({now.save or 'not of this package'})"
+            what = f"{other} has been published in this directory since then"
+            if now == self.base:  # that one has listed this one's note, and this one has seen that one in force
+                what = f"{other} was published just when it began, or its files were removed by another process"
         return SaveError(
             f"{self.storage}: this save ({self.owner}) has lost: {what}. Nothing of it is published, and nothing of "
             "the other was changed. Are two jobs saving into one directory?"

@@ -254,6 +254,21 @@ def test_a_save_that_another_has_completed_is_published_whatever_fails_then(tmp_
     check_holds(tmp_path, save_on(LocalStorage(tmp_path), b"later"), b"later")
 
 
+@pytest.mark.usefixtures("unseen")
+def test_a_save_that_begins_while_another_is_published_is_told_of_that_one(tmp_path: Path) -> None:
+    others = []
+
+    class Meanwhile(LocalStorage):
+        def list(self) -> list[str]:
+            if not others:
+                others.append(save_on(LocalStorage(tmp_path), b"other"))  # which removes the note of this one
+            return super().list()
+
+    with pytest.raises(SaveError, match=r"has lost: another save .* was published just when it began"):
+        save_on(Meanwhile(tmp_path), b"lost")
+    check_holds(tmp_path, others[0], b"other")
+
+
 @pytest.mark.parametrize("target", ["../x"])
 def test_a_claim_that_names_no_note_is_named(target: str, tmp_path: Path) -> None:
     (tmp_path / f"{CLAIM}none").symlink_to(target)
