@@ -208,6 +208,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = int(named[:6] or "1", 16)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Fork the ranks' server before tests are imported, unless other processes (of xdist) run the tests."""
+    from tests.support.gloo_ranks import serve_from_here
+
+    if not session.config.getoption("numprocesses", None):
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what ranks print belongs to the test
+        serve_from_here()
+        capture.suspend_global_capture()
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"samples are drawn by --seed {config.option.seed}"
 

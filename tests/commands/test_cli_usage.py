@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -18,6 +19,9 @@ from mcore_ckpt.commands import cli
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
+from mcore_ckpt.launch import main as launch
+from tests.support.forked import in_child
+from tests.support.kept_log import kept_log
 from tests.support.model_like import reshard_killed, write_model
 
 COMMANDS = "list inspect verify cat diff copy repair prune reshard export import doctor".split()
@@ -95,16 +99,18 @@ def test_a_mistake_of_ours_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_launch_explains_itself(tmp_path: Path) -> None:
-    def run(*words: str) -> tuple[int, str, str]:
-        line = [sys.executable, "-m", "mcore_ckpt.launch", *words]
-        ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
-        return ended.returncode, ended.stdout, ended.stderr
-
-    code, shown, complaints = run("--help")
-    assert (code, complaints) == (0, "")
-    assert "usage: python -m mcore_ckpt.launch SCRIPT" in shown
+    line = [sys.executable, "-m", "mcore_ckpt.launch", "--help"]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "usage: python -m mcore_ckpt.launch SCRIPT" in ended.stdout
     (tmp_path / "job.py").write_text("")
-    assert "saves are synchronous" in run(str(tmp_path / "job.py"), "--save", "run")[2]
+
+    def said() -> str:
+        with kept_log(logging.INFO) as lines:
+            assert launch([str(tmp_path / "job.py"), "--save", "run"]) == 0
+        return "\n".join(lines)
+
+    assert "saves are synchronous" in in_child(said)
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["inspect", "x", "--files", "--args"]], ids=" ".join)

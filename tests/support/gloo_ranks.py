@@ -10,9 +10,9 @@
     with standing_ranks(2) as ranks:                   # the same ranks, called again and again, as sweeps do
         outcomes = ranks.call(shard_sum, [1, 2])
 
-Ranks are forked from servers, which have imported torch once for all tests of a process; those of `run_megatron_ranks`,
-`run_pretending_ranks` and `run_stock_ranks` have Megatron, too, the last without this package. A server that imports
-more is itself forked from one that has imported less.
+Ranks are forked from servers. The first is forked from the test process (`serve_from_here`), or started with torch;
+those of `run_megatron_ranks`, `run_pretending_ranks` and `run_stock_ranks` have Megatron, too, the last without this
+package. A server that imports more is itself forked from one that has imported less.
 
 Each rank gets the caller's environment and `sys.path`, one thread, a gloo process group, and a process group of its own
 in the operating system's sense. That is killed as a whole in the end: a writer process that a rank forgot does not
@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -295,8 +296,8 @@ class _Server(forkserver.ForkServer):
         self._more = preload
         self._process: BaseProcess | None = None
 
-    def ensure_running(self) -> None:
-        """Start it unless it runs."""
+    def ensure_running(self, *, as_fork: bool = False) -> None:
+        """Start it unless it runs; `as_fork`: of this process itself."""
         if self._process is not None and self._process.is_alive():
             return
         with socket.socket(socket.AF_UNIX) as listener:
@@ -305,13 +306,35 @@ class _Server(forkserver.ForkServer):
             listener.listen(128)
             alive_there, alive_here = os.pipe()
             with Connection(alive_there, writable=False) as alive:
-                parent = _STOCK if self._more == _PRETENDING else () if self._more else None
-                self._process = _start(parent, _serve, (listener, alive, self._more), "server", daemon=True)
+                if as_fork:
+                    forked = multiprocessing.get_context("fork")
+                    self._process = forked.Process(
+                        target=_serve_as_fork, args=(listener, alive, alive_here), daemon=True
+                    )
+                    self._process.start()
+                else:
+                    parent = _STOCK if self._more == _PRETENDING else () if self._more else None
+                    self._process = _start(parent, _serve, (listener, alive, self._more), "server", daemon=True)
         self._forkserver_address, self._forkserver_alive_fd = address, alive_here
 
 
 def _serve(listener: socket.socket, alive: Connection, preload: Sequence[str]) -> None:
     forkserver.main(listener.detach(), alive.fileno(), preload)
+
+
+def _serve_as_fork(listener: socket.socket, alive: Connection, alive_here: int) -> None:
+    os.close(alive_here)  # of the process that is served: its end is this one's, too
+    _serve(listener, alive, ())
+
+
+def serve_from_here() -> None:
+    """Import torch, and fork the server that all others come from: of a process that needs torch itself, and has not
+    imported Megatron or started threads.
+    """
+    for name in _TORCH:
+        importlib.import_module(name)
+    _servers[()] = _Server(())
+    _servers[()].ensure_running(as_fork=True)
 
 
 _context = multiprocessing.get_context("forkserver")
