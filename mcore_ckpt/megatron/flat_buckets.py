@@ -137,6 +137,12 @@ class JobBuckets:
     model: Any
     _known: _Tables
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a state dict that is sent to other ranks takes no optimizer along
+
+    def __deepcopy__(self, _: Any) -> JobBuckets:
+        return self
+
     @collector_paused()
     def table(self) -> bytes | None:
         """Which elements are which parameters', made again if the model's state dict has other keys; None, and a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import struct
 import warnings
@@ -382,6 +383,9 @@ def refuse(rank: int, directory: Path) -> dict[str, tuple[str, bool]]:
     state = training.sharded_state_dict(flat_buckets=True)
     holder = state["optimizer"]["param_state"][TABLE_HOLDER]
     written = holder.record_members[TABLE_MEMBER]
+    sent = pickle.loads(pickle.dumps(holder))  # as local checkpoints send their state dicts to other ranks
+    assert sent.data == holder.data
+    assert sent.job_buckets is None, "the optimizer goes along"
     for name, (change, _) in WRONG.items():
         members = {} if change is None else {TABLE_MEMBER: change(ParameterTable(written, "as it was written"))}
         holder.record_members = members
