@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         get_strategy,
         register_strategy,
     )
-    from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+    from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
     from mcore_ckpt.reshard.conversion import ConversionReport
     from mcore_ckpt.reshard.reshard import reshard_checkpoint
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
@@ -48,7 +48,7 @@ _NAMES_OF = {
     "megatron.install": "install uninstall",
     "megatron.optimizer_state": "load_sharded_optimizer_state",
     "megatron.strategy": "TorchDistLoadStrategy TorchDistSaveStrategy get_strategy register_strategy",
-    "models.conversions": "export_checkpoint import_checkpoint",
+    "models.conversions": "export_checkpoint import_checkpoint merge_checkpoints",
     "reshard.conversion": "ConversionReport",
     "reshard.reshard": "reshard_checkpoint",
     "save.async_queue": "AsyncCallsQueue",
@@ -92,6 +92,7 @@ __all__ = [
     "install",
     "list_run",
     "load_sharded_optimizer_state",
+    "merge_checkpoints",
     "open_checkpoint",
     "prune_run",
     "register_strategy",

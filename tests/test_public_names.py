@@ -27,8 +27,8 @@ PUBLIC = """
     ShapeMismatchError StateFingerprint StrategyNotFoundError TorchDistLoadStrategy TorchDistSaveStrategy
     UnsafePickleError UnsupportedMegatronError VerifyReport WriteTimeoutError WriterDiedError __version__
     certify checkpoint_fingerprint copy_checkpoint diff_checkpoints export_checkpoint get_strategy
-    import_checkpoint install list_run load_sharded_optimizer_state open_checkpoint prune_run register_strategy
-    repair_checkpoint reshard_checkpoint summarize_checkpoint uninstall verify_checkpoint
+    import_checkpoint install list_run load_sharded_optimizer_state merge_checkpoints open_checkpoint prune_run
+    register_strategy repair_checkpoint reshard_checkpoint summarize_checkpoint uninstall verify_checkpoint
 """.split()
 NEED_MEGATRON = {"TorchDistLoadStrategy", "TorchDistSaveStrategy", "get_strategy", "register_strategy"}
 GOLDEN = Path(__file__).parent / "format" / "golden" / "ours-0.1.0"

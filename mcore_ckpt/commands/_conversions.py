@@ -1,4 +1,4 @@
-"""`mcore-ckpt reshard`, `export` and `import`: arguments made of a conversion's options, and what is shown."""
+"""`mcore-ckpt reshard`, `export`, `merge` and `import`: arguments made of a conversion's options, and what is shown."""
 
 from __future__ import annotations
 
@@ -117,6 +117,10 @@ def run_reshard(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.reshard.reshard import reshard_checkpoint
 
     report = reshard_checkpoint(arguments.source, arguments.target, **given_options(arguments, ReshardOptions))
+    return _resharded(report, arguments)
+
+
+def _resharded(report: ConversionReport, arguments: argparse.Namespace) -> Outcome:
     if arguments.dry_run:
         return plan_outcome(report)
     guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
@@ -161,6 +165,30 @@ def run_export(arguments: argparse.Namespace) -> Outcome:
     options = given_options(arguments, ExportOptions)
     report = export_checkpoint(arguments.checkpoint, arguments.directory, to=arguments.to, **options)
     return _made(report, arguments, to_megatron=False)
+
+
+def add_merge(parser: argparse.ArgumentParser) -> None:
+    from mcore_ckpt.reshard.options import MergeOptions
+
+    parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
+    parser.add_argument(
+        "sources",
+        metavar="CKPT",
+        nargs="+",
+        help="directories of checkpoints of one model, oldest first, or ones with a tracker file",
+    )
+    add_options(parser, MergeOptions, "--to")
+    parser.set_defaults(check_logits=False)
+
+
+def run_merge(arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.models.conversions import merge_checkpoints
+    from mcore_ckpt.reshard.options import MergeOptions
+
+    report = merge_checkpoints(arguments.sources, arguments.target, **given_options(arguments, MergeOptions))
+    if report.format == "hf":
+        return _made(report, arguments, to_megatron=False)
+    return _resharded(report, arguments)
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:

@@ -209,6 +209,15 @@ _COMMANDS: Final = {
         ("run/iter_0001000 model --to hf", "run/iter_0001000 tensors --dtype bf16 --max-shard-size 2GB"),
         ("done", "with --check-logits: the models compute different logits"),
     ),
+    "merge": _Command(
+        _CONVERT,
+        "average the models of checkpoints",
+        (
+            "merged/release run/iter_0001000 run/iter_0002000 run/iter_0003000",
+            "merged/release run/iter_0001000 run/iter_0002000 --weights minus-sqrt --masters --tp 4",
+            "model run/iter_0001000 run/iter_0002000 --ema 0.9 --to hf",
+        ),
+    ),
     "import": _Command(
         _CONVERT,
         "make a checkpoint of a Hugging Face model, safetensors, torch or DCP",
@@ -231,7 +240,7 @@ _COMMANDS: Final = {
 _MODULES: Final = {
     **dict.fromkeys(("list", "inspect", "cat", "diff"), "_look"),
     **dict.fromkeys(("verify", "repair", "copy", "prune", "doctor"), "_checks"),
-    **dict.fromkeys(("reshard", "export", "import"), "_conversions"),
+    **dict.fromkeys(("reshard", "export", "merge", "import"), "_conversions"),
 }
 
 

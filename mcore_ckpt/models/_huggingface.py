@@ -121,8 +121,10 @@ def _rows(
 # --- to Hugging Face
 
 
-def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
-    """The model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
+def export_model(index: CheckpointIndex, options: ExportOptions, derived: StoredPayloads | None = None) -> Conversion:
+    """The model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads. Elements are those of
+    `derived`, if given.
+    """
     files = SourceFiles(index)
     keys = [key for key in index.tensors if not is_optimizer_key(key)]
     check_tiled(index, keys)
@@ -157,7 +159,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
     parts = _by_hf_key(relation, names)
     views = {key: TensorView(shape, tuple(parts[key])) for key, shape in relation.hf.items()}
     optimizer = sum(map(is_optimizer_key, (*index.tensors, *index.objects)))
-    payloads = in_dtype(ViewPayloads(StoredPayloads(index), views), options.dtype)
+    payloads = in_dtype(ViewPayloads(derived or StoredPayloads(index), views), options.dtype)
     entries = payloads.index.tensors
     tensors = [Exported(key, entry, relation.joined.get(key)) for key, entry in entries.items()]
     return Conversion(

@@ -8,10 +8,12 @@ safetensors, torch files, plain DCP checkpoints.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
@@ -30,9 +32,12 @@ from mcore_ckpt.reshard.conversion import (
     convert,
     in_dtype,
 )
-from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, rename_keys
+from mcore_ckpt.reshard.merge import merged
+from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, MergeOptions, ReshardOptions, rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
+from mcore_ckpt.reshard.reshard import opened, reshard_conversion, target_layout
+from mcore_ckpt.reshard.target_directory import refuse_target
 from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors, plan_torch_files
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -42,6 +47,7 @@ from mcore_ckpt.tools.runs import Places, places_of
 
 TargetKind = Literal["safetensors", "torch", "dcp", "hf"]
 SourceKind = Literal["files", "hf", "dcp", "megatron-legacy"]
+_Options = TypeVar("_Options", ExportOptions, ReshardOptions)
 
 
 def export_checkpoint(
@@ -118,6 +124,66 @@ def import_checkpoint(
     how.refuse_others(kind, "--from")
     places = places_of(source, target, same_format=False)
     return convert(lambda how: _import(kind, places.source, how), places, how, dry_run=dry_run, progress=progress)
+
+
+def merge_checkpoints(
+    sources: Sequence[str | os.PathLike[str]],
+    target: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    progress: bool | None = False,
+    **options: Any,
+) -> ConversionReport:
+    """Make the weighted average of the models in several checkpoints, whatever the layout of each.
+
+    Each element is summed in float64 in the order of `sources` and rounded once, so its bits depend on no layout.
+    Integers, extra states of modules and arguments are the last source's. Optimizer, random states and iteration are
+    left out: a job starts from the target with `--finetune`.
+
+    Args:
+        sources: directories of checkpoints of one model, or of runs, whose tracker files name them; never written to.
+        target: directory to make, a path or a URL, as for `import_checkpoint`.
+        dry_run, progress: as for `reshard_checkpoint`.
+        options: fields of `MergeOptions`, such as `weights=(1, 2)` or `to="hf"`; see `mcore-ckpt merge --help`.
+
+    Raises:
+        OptionError: the models differ in keys, shapes or dtypes, or have no average; nothing was written.
+        CheckpointNotFoundError, CorruptCheckpointError, ChecksumError, LoadError, CheckpointExistsError, SaveError,
+        TypeError: as for `reshard_checkpoint` and `export_checkpoint`.
+    """
+    how = MergeOptions(**options)
+    how.refuse_others(how.to, "--to")
+    directories = [checkpoint_directory(source) for source in sources]
+    if not directories:
+        raise OptionError("no checkpoint to merge: name at least one")
+    places = Places(directories[-1], checkpoint_path(target))
+    for directory in () if dry_run else directories:
+        refuse_target(directory, places.target)
+    return convert(partial(_plan_merge, directories), places, how, dry_run=dry_run, progress=progress)
+
+
+def _plan_merge(directories: Sequence[Path], options: MergeOptions) -> Conversion:
+    def those_of(kind: type[_Options]) -> _Options:
+        names = {field.name for field in fields(kind)} & {field.name for field in fields(options)}
+        given = {name: getattr(options, name) for name in names}
+        return kind(**{**given, "dtype": None, "drop_optimizer": True})  # the average has its dtype already
+
+    with ExitStack() as stack:
+        sources = [stack.enter_context(opened(directory)) for directory in directories]
+        derived = merged(sources, options)
+        if options.to == "hf":
+            made = export_model(sources[-1].index, those_of(ExportOptions), derived.payloads)
+            report = replace(
+                made.report,
+                notes=(*made.report.notes, *derived.notes[:-1]),
+                left_out=tuple(dict.fromkeys((*derived.left_out, *made.report.left_out))),
+            )
+        else:
+            how = those_of(ReshardOptions)
+            made = reshard_conversion(sources[-1], target_layout(how, sources[-1], stays=True), how, derived)
+            report = made.report
+        files = SourceFiles(sources[-1].index, others=[source.files for source in sources[:-1]])
+        return replace(made, source=files, report=report)
 
 
 def _import(kind: SourceKind, directory: Path, options: ImportOptions) -> Conversion:

@@ -17,7 +17,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -320,28 +320,42 @@ def _with_layout(
     index: CheckpointIndex, common: Mapping[str, Any], shared: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, bytes], bytes | None]:
     """The common state that says how the optimizer's state is laid out: as an object, or as the content of a file."""
-    stored = stored_common_state(index)
-    if stored is None:
+
+    def laid_out(state: dict[Any, Any]) -> dict[Any, Any]:
+        metadata = state.get("content_metadata")
+        metadata = {**metadata} if isinstance(metadata, dict) else {}
+        metadata["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
+        metadata.setdefault("distrib_optim_fully_reshardable_mem_efficient", False)
+        optimizer = state.get("optimizer")
+        optimizer = {**optimizer} if isinstance(optimizer, dict) else {}
+        if any(isinstance(name, int) for name in optimizer):
+            for number, part in optimizer.items():
+                optimizer[number] = _laid_out(part, shared.get(f"chained_{number}.", {}))
+        else:
+            optimizer = _laid_out(optimizer, shared.get("", {}))
+        return {**state, "optimizer": optimizer, "content_metadata": metadata}
+
+    objects, content = changed_common_state(index, laid_out)
+    if not objects and content is None:
         raise OptionError(
             f"{index.path}: holds no common state that could say how the optimizer's state is laid out; expected that "
             "of a job of Megatron. Nothing was written"
         )
+    return objects, content
+
+
+def changed_common_state(
+    index: CheckpointIndex, change: Callable[[dict[Any, Any]], dict[Any, Any]]
+) -> tuple[dict[str, bytes], bytes | None]:
+    """The common state after a change: as an object, or as the content of a file; neither, if there is none."""
+    stored = stored_common_state(index)
+    if stored is None:
+        return {}, None
     decoded = decode_state(stored.content, stored.where)
     state = unwrapped(decoded)
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(state).__name__}")
-    metadata = state.get("content_metadata")
-    metadata = {**metadata} if isinstance(metadata, dict) else {}
-    metadata["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
-    metadata.setdefault("distrib_optim_fully_reshardable_mem_efficient", False)
-    optimizer = state.get("optimizer")
-    optimizer = {**optimizer} if isinstance(optimizer, dict) else {}
-    if any(isinstance(name, int) for name in optimizer):
-        for number, part in optimizer.items():
-            optimizer[number] = _laid_out(part, shared.get(f"chained_{number}.", {}))
-    else:
-        optimizer = _laid_out(optimizer, shared.get("", {}))
-    changed = {**state, "optimizer": optimizer, "content_metadata": metadata}
+    changed = change(state)
     content = encode_state([changed] if isinstance(decoded, list) else changed)
     if COMMON_STATE_KEY in index.objects and stored.where.startswith(COMMON_STATE_KEY):
         return {COMMON_STATE_KEY: content}, None

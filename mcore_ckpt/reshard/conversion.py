@@ -408,14 +408,17 @@ def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:
 
 class SourceFiles:
     """The index and the files of the tensors with these keys (default: all, and all objects), as they are now. Files
-    next to them do not say of which save they are: that the index has not been replaced tells.
+    next to them do not say of which save they are: that the index has not been replaced tells. `others`: of further
+    sources, which count as well.
 
     `states`: length, time of change in nanoseconds, and what tells versions apart, by name. Raises
     `CheckpointNotFoundError` if one is missing.
     """
 
-    def __init__(self, index: CheckpointIndex, keys: Collection[str] | None = None) -> None:
-        self._index, self._keys = index, keys
+    def __init__(
+        self, index: CheckpointIndex, keys: Collection[str] | None = None, others: Sequence[SourceFiles] = ()
+    ) -> None:
+        self._index, self._keys, self._others, self.path = index, keys, others, index.path
         self.states = self._look()
 
     def _look(self) -> dict[str, list[int]]:
@@ -433,11 +436,15 @@ class SourceFiles:
                     f"incomplete, `mcore-ckpt verify {index.path}` lists what is missing"
                 )
             found[file] = [version.size_bytes, version.modified_ns, version.number]
+        for other in self._others:
+            found |= {f"{other.path}/{name}": state for name, state in other.states.items()}
         version = storage.version(METADATA_FILE)
         return found if version is None else {**found, METADATA_FILE: list(version)}
 
     def refuse_changes(self) -> None:
         """Raise `LoadError` if the files are not as they were: what was read may be of two saves, each part sound."""
+        for other in self._others:
+            other.refuse_changes()
         try:
             if self._look() == self.states:
                 return

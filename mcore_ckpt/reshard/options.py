@@ -10,6 +10,7 @@ The first rule that finds something in a key applies. `#` starts a comment.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -336,3 +337,70 @@ class ExportOptions(ConversionOptions):
     )
     vocab_size: int | None = option(None, "tokens of the model, if stored and config.json's differ", metavar="N")
     rope_forwarded: bool = option(False, "the job's script gave GPTModel its rotary options; pretrain_gpt.py does not")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions(ConversionOptions):
+    """What to make of several checkpoints of one model. The optimizer's state is left out."""
+
+    TAKES: ClassVar[Mapping[str, str]] = {
+        "torch_dist": "tp pp ep etp rules allow_whole",
+        "hf": "max_shard_bytes arch hf_config vocab_size rope_forwarded",
+    }
+
+    weights: Sequence[float] | str = option(
+        "uniform",
+        "uniform, minus-sqrt (as a learning rate's decay by 1-sqrt would weigh them), or a number for each CKPT, as in "
+        "0.2,0.8, which are divided by their sum",
+        metavar="WEIGHTS",
+    )
+    ema: float | None = option(
+        None, "an exponential moving average: each CKPT has 1-BETA, all before it BETA", metavar="BETA"
+    )
+    masters: bool = option(False, "average the optimizer's FP32 copies, and round them once")
+    to: str = option("torch_dist", "format of DST; hf: a Hugging Face model", choices=("torch_dist", "hf"))
+    tp: int | None = option(None, "tensor parallel size (default: that of the last CKPT)", metavar="N")
+    pp: int | None = option(None, "pipeline parallel size (default: that of the last CKPT)", metavar="N")
+    ep: int = option(1, "expert parallel size", metavar="N")
+    etp: int | None = option(None, "tensor parallel size of experts (default: as --tp)", metavar="N")
+    rules: tuple[PartitionRule, ...] = option((), "partition rules, as for reshard", metavar="FILE")
+    allow_whole: bool = option(False, ALLOW_WHOLE)
+    max_shard_bytes: int = option(5 * 1000**3, "as for export (default: 5G)", flag="--max-shard-size", metavar="SIZE")
+    arch: str = option("auto", "the model's family; auto: as arguments or config.json say", metavar="FAMILY")
+    hf_config: str | None = option(None, "directory to take config.json and tokenizer files from", metavar="DIR")
+    vocab_size: int | None = option(None, "tokens of the model, as for export", metavar="N")
+    rope_forwarded: bool = option(False, "as for export")
+
+    def normal(self) -> dict[str, Any]:
+        weights, beta = self.weights, self.ema
+        try:
+            if weights not in ("uniform", "minus-sqrt"):
+                weights = tuple(map(float, weights.split(",") if isinstance(weights, str) else weights))
+                if not all(map(math.isfinite, weights)) or math.fsum(weights) == 0:
+                    raise ValueError("they are to be finite, and not to add up to 0")
+            if beta is not None and (self.weights != "uniform" or not 0 <= (beta := float(beta)) < 1):
+                raise ValueError("--ema takes a number from 0 to below 1, and no --weights")
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"--weights {self.weights} --ema {self.ema}: expected uniform, minus-sqrt, or numbers: {error}"
+            ) from error
+        return {**ConversionOptions.normal(self), "weights": weights, "ema": beta}
+
+    def weights_of(self, count: int) -> tuple[float, ...]:
+        """The weight of each of `count` checkpoints, in their order; the average is divided by what they add up to.
+
+        minus-sqrt: a run with a constant learning rate whose k-th of n intervals between checkpoints had been decayed
+        to 1 - sqrt(k / n) would have ended in the average with sqrt((k + 1) / n) - sqrt(k / n), k from 0: Tian et al.,
+        "WSM: Decay-Free Learning Rate Schedule via Checkpoint Merging", arXiv 2507.17634, in the form of Megatron-LM's
+        `tools/checkpoint/weighted_merge.py`.
+        """
+        if self.ema is not None:
+            return (self.ema ** (count - 1), *((1 - self.ema) * self.ema ** (count - 1 - n) for n in range(1, count)))
+        if self.weights == "uniform":
+            return (1.0,) * count
+        if self.weights == "minus-sqrt":
+            return tuple(math.sqrt((n + 1) / count) - math.sqrt(n / count) for n in range(count))
+        weights = tuple(map(float, self.weights))
+        if len(weights) != count:
+            raise OptionError(f"--weights: got {len(weights)} numbers, expected {count}, one for each checkpoint")
+        return weights

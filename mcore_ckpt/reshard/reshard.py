@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -125,41 +126,78 @@ def reshard_checkpoint(
     return convert(partial(plan_reshard, places.source), places, options, dry_run=dry_run, progress=progress)
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A source that a conversion is planned of."""
+
+    index: CheckpointIndex
+    files: SourceFiles  # as they are now
+    common: Mapping[str, Any]  # its common state, as plain values
+    payloads: StoredPayloads
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[Opened]:
+    """Open a source; an error in the block closes it, and so does a save that has replaced it meanwhile (`LoadError`).
+
+    Raises `CheckpointNotFoundError` and `CorruptCheckpointError` for what is incomplete or not readable.
+    """
+    version = index_version(directory)
+    index = read_index(directory)
+    files, storage = SourceFiles(index), storage_at(directory)
+    refuse_incomplete(directory, index, with_common_files(storage, storage.list(), index))
+    payloads = StoredPayloads(index)
+    try:
+        yield Opened(index, files, read_plain_state(index), payloads)
+        if index_version(directory) != version:
+            raise replaced_error(index.path)
+    except BaseException:
+        payloads.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """What is written in place of what a source stores."""
+
+    payloads: StoredPayloads
+    common: bytes | None = None  # the content of `common.pt`, if another
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
 def plan_reshard(directory: Path, options: ReshardOptions) -> Conversion:
     """Decide everything; reads indexes and the common state, and a few elements if the optimizer's layout is changed.
 
     Raises as `reshard_checkpoint`.
     """
-    version = index_version(directory)
-    source = read_index(directory)
-    files = SourceFiles(source)
-    storage = storage_at(directory)
-    refuse_incomplete(directory, source, with_common_files(storage, storage.list(), source))
-    common = read_plain_state(source)
-    layout = _target_layout(options, source, common)
-    sidecars = _sidecar_files(source)
-    payloads: StoredPayloads = StoredPayloads(source)
-    try:
-        converted = None
-        if options.optimizer_layout is not None:
-            if options.drop_optimizer:
-                raise OptionError("the optimizer's state can be left out or change its layout, not both")
-            check_tiled(source, source.tensors)
-            converted = convert_optimizer(payloads, common)
-        if converted is not None:
-            payloads = ViewPayloads(payloads, converted.tensors, converted.objects, converted.kept_objects)
-        payloads = in_dtype(payloads, options.dtype)
-        plan = _plan(source, payloads.index, common, options, layout, fixed=converted is None)
-    except BaseException:
-        payloads.close()
-        raise
+    with opened(directory) as source:
+        layout = target_layout(options, source, stays=options.optimizer_layout is not None)
+        return reshard_conversion(source, layout, options, _in_other_layout(source, options))
 
-    if index_version(directory) != version:
-        payloads.close()
-        raise replaced_error(source.path)
+
+def _in_other_layout(source: Opened, options: ReshardOptions) -> Derived:
+    if options.optimizer_layout is None:
+        return Derived(payloads=source.payloads)
+    if options.drop_optimizer:
+        raise OptionError("the optimizer's state can be left out or change its layout, not both")
+    check_tiled(source.index, source.index.tensors)
+    converted = convert_optimizer(source.payloads, source.common)
+    if converted is None:
+        return Derived(payloads=source.payloads)
+    views = ViewPayloads(source.payloads, converted.tensors, converted.objects, converted.kept_objects)
+    return Derived(payloads=views, common=converted.common, notes=converted.notes)
+
+
+def reshard_conversion(source: Opened, layout: TargetLayout, options: ReshardOptions, derived: Derived) -> Conversion:
+    """Plan what is `derived` of a source for a layout."""
+    sidecars = _sidecar_files(source.index)
+    payloads = in_dtype(derived.payloads, options.dtype)
+    is_stored = derived.payloads is source.payloads
+    plan = _plan(source.index, payloads.index, source.common, options, layout, fixed=is_stored)
     return Conversion(
         payloads=payloads,
-        source=files,
+        source=source.files,
         plan=plan.target,
         keys=lambda: _rows(plan),
         report=ConversionReport(
@@ -167,24 +205,25 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> Conversion:
             target_layout=str(plan),
             objects=len(plan.target.index.objects if plan.target.index else ()),
             guesses=plan.guesses,
-            notes=(*plan.notes, *(() if converted is None else converted.notes)),
+            notes=(*plan.notes, *derived.notes),
+            left_out=derived.left_out,
         ),
-        carry=lambda target: _carry_sidecars(source, sidecars, target, None if converted is None else converted.common),
+        carry=lambda target: _carry_sidecars(source.index, sidecars, target, derived.common),
         carried=(*sidecars, COMMON_FILE, CONFIG_FILE),
     )
 
 
-def _target_layout(options: ReshardOptions, source: CheckpointIndex, common: Mapping[str, Any]) -> TargetLayout:
-    """The sizes together, or where they are taken over, those under which the checkpoint was saved, as far as they are
-    known. Raises `OptionError` where they cannot be.
+def target_layout(options: ReshardOptions, source: Opened, *, stays: bool) -> TargetLayout:
+    """The sizes together, or where they are taken over (`stays`), those under which the checkpoint was saved, as far as
+    they are known. Raises `OptionError` where they cannot be.
     """
     if options.tp is not None and options.pp is not None:
         return TargetLayout(options.tp, options.pp, options.ep, options.etp)
-    if options.optimizer_layout is None:
+    if not stays:
         raise OptionError("no target layout: give --tp N, --pp N or both; the other is 1 then")
     if options.ep != 1 or options.etp is not None:
         raise OptionError("--ep and --etp need --tp and --pp, or one of these: else the layout stays as it is")
-    saved = layout_of_arguments(common) or layout_of_chunks(source)
+    saved = layout_of_arguments(source.common) or layout_of_chunks(source.index)
     return TargetLayout(saved.tp or 1, saved.pp or 1, saved.ep or 1, saved.etp)
 
 
@@ -214,7 +253,10 @@ def _plan(
         if any(map(is_optimizer_key, keys)):
             _refuse_fixed_optimizer(source, common, layout)
     arguments = arguments_of(common)
-    partitioner = Partitioner(index, rules=options.rules, arguments=arguments)
+    # Chunks of a view are not those of ranks; those of the source are.
+    stored = {key: source.tensors[key] for key in keys if not is_optimizer_key(key)}
+    ranks = replace(index, tensors={**index.tensors, **stored})
+    partitioner = Partitioner(ranks, rules=options.rules, arguments=arguments)
     return make_plan(
         index,
         layout,

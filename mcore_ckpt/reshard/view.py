@@ -19,7 +19,7 @@ import math
 import operator
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -262,11 +262,13 @@ class PartSums:
 
 
 class DerivedPayloads(StoredPayloads):
-    """Payloads of `index` that are made of those of `base`; a context manager, which closes its base."""
+    """Payloads of `index` that are made of those of `base`; a context manager, which closes its base. From the base's
+    tensors `computed` others are computed, so every chunk of these is compared, also what an earlier run has read.
+    """
 
-    def __init__(self, base: StoredPayloads, index: CheckpointIndex) -> None:
+    def __init__(self, base: StoredPayloads, index: CheckpointIndex, computed: Collection[str] = ()) -> None:
         super().__init__(index, base.storage)
-        self.base = base
+        self.base, self._computed = base, computed
         self.files = base.files
         self._sums = PartSums(base.read_into)
         self._chunks: dict[str, tuple[TensorEntry, StoredChunk]] = {}  # those of the base whose parts were read
@@ -290,9 +292,11 @@ class DerivedPayloads(StoredPayloads):
     def object_bytes(self, entry: ObjectEntry) -> bytes:
         return self.base.object_bytes(entry)
 
-    def read_part(self, entry: TensorEntry, chunk: StoredChunk, start: int, nbytes: int) -> memoryview:
+    def read_part(
+        self, entry: TensorEntry, chunk: StoredChunk, start: int, nbytes: int, out: memoryview | None = None
+    ) -> memoryview:
         """Bytes of a chunk of the base, for computing others; their checksum counts for `check_rest`."""
-        memory = memoryview(bytearray(nbytes))
+        memory = memoryview(bytearray(nbytes)) if out is None else out[:nbytes]
         payload = self.base.locate(entry, chunk)
         self.base.read_into(payload, start, memory)
         self.part_was_read(entry, chunk, payload, start, nbytes, crc32(memory))
@@ -311,6 +315,10 @@ class DerivedPayloads(StoredPayloads):
             self.base.was_read(*found, value)
 
     def check_rest(self) -> None:
+        for entry in map(self.base.index.tensors.__getitem__, self._computed):
+            for chunk in entry.chunks:
+                if chunk_name(entry.fqn, chunk) not in self._chunks:
+                    self._sums.expect(self.base.locate(entry, chunk))
         for where, value in self._sums.totals():
             if where in self._chunks:
                 self.base.was_read(*self._chunks[where], value)

@@ -93,6 +93,24 @@ def cast_floats(
         return np.ascontiguousarray(narrow.astype(target)).data.cast("B")
 
 
+def rounded(doubles: np.ndarray[Any, np.dtype[np.float64]], to: str) -> np.ndarray[Any, Any]:
+    """Elements in a floating-point dtype, each rounded once, where `cast_floats` goes through float32. bfloat16 comes
+    as its bits. `FloatingPointError` for an element that becomes infinite.
+    """
+    with np.errstate(over="raise"):
+        if to != "bfloat16":
+            return doubles.astype(_NUMPY[to], copy=False)
+        singles = doubles.astype(np.float32)
+    bits, halves = singles.view(np.uint32), _to_bfloat16(singles)
+    # Between two of bfloat16, float32 may say "half-way" where float64 knows better.
+    wrong = np.flatnonzero(((bits & 0xFFFF) == 0x8000) & (singles != doubles))
+    halves[wrong] = (bits[wrong] >> 16) + (np.abs(doubles[wrong]) > np.abs(singles[wrong]))
+    infinite = (halves & 0x7FFF) == 0x7F80
+    if infinite.any() and not np.isinf(doubles[infinite]).all():
+        raise FloatingPointError("overflow encountered in a conversion to bfloat16")
+    return halves
+
+
 class Mismatch(NamedTuple):
     """How many elements do not round to those that are stored; of the first: position, rounded value, stored value."""
 

@@ -29,7 +29,7 @@ from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
@@ -359,6 +359,7 @@ def _export(to: Any, **options: Any) -> Callable[[Path, Path], object]:
 
 TOOLS = {
     "reshard": Tool(lambda source, target: reshard_checkpoint(source, target, tp=2, pp=1)),
+    "merge": Tool(lambda source, target: merge_checkpoints([source, source], target), tensors_only=True),
     "import": Tool(lambda source, target: import_checkpoint(source, target), tensors_only=True),
     "export to safetensors": Tool(_export("safetensors", max_shard_bytes=_EXPORT_SHARD_BYTES), exported="safetensors"),
     "export to torch": Tool(_export("torch", max_shard_bytes=_EXPORT_SHARD_BYTES), exported="torch"),

@@ -23,7 +23,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models import _foreign
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.checkpoint import open_checkpoint
@@ -606,3 +606,15 @@ def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) 
     wrong = write_hf(tmp_path / "wrong", stored, config)
     expected = r"up_proj\.weight_scale_inv: float32 \[1, 1\] .* expected float32 or bfloat16 \[2, 3\]"
     refused(wrong, OptionError, expected, dtype="bf16")
+
+
+def test_an_average_is_exported_as_it_is_merged(model: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = {key: tensor * 3 for key, tensor in model_tensors().items()}
+    import_checkpoint(write_hf(tmp_path / "hf", other), tmp_path / "other", kind="hf", tp=2)
+    sources = [checkpoint, tmp_path / "other"]
+    report = merge_checkpoints(sources, tmp_path / "at_once", to="hf", hf_config=str(model))
+    assert f"0.5 x {checkpoint}" in report.notes
+    merge_checkpoints(sources, tmp_path / "merged")
+    found = read_by_definition(tmp_path / "at_once" / "model.safetensors")
+    assert_same(found, exported(tmp_path / "merged", tmp_path / "after"))
+    assert_same(found, {key: tensor * 2 for key, tensor in model_tensors().items()})
