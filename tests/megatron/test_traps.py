@@ -5,8 +5,13 @@ All run on two gloo ranks of a machine without CUDA, in one world.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import os
+import signal
+import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import SaveError
+from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from tests.megatron.trap_ranks import check, installed, names, state
-from tests.support.gloo_ranks import MEGATRON, made, standing_ranks
+from tests.support.gloo_ranks import MEGATRON, made, run_ranks, standing_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -253,3 +259,68 @@ def test_traps(tmp_path: Path) -> None:
         for trap in TRAPS:
             outcomes = ranks.call(trap, tmp_path / trap.__name__, within_s=DEADLINE_S)
             assert [outcome.error_text for outcome in outcomes] == ["", ""]
+
+
+# --- Async saves of ours in Megatron's own queue ----------------------------------------------------------------------
+
+
+def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list[Any]]:
+    from tests.support import pretend_main
+
+    sys.modules["__main__"] = pretend_main
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    from mcore_ckpt import TorchDistSaveStrategy
+    from mcore_ckpt.save.transaction import SaveTransaction
+    from mcore_ckpt.save.writer_process import shared_writer
+
+    queue = async_utils.AsyncCallsQueue(persistent)
+    assert "mcore_ckpt" not in type(queue).schedule_async_request.__module__, "it is not Megatron's own"
+    log: dict[str, list[Any]] = {"finalized": [], "refused": []}
+    try:
+        for step, writer in enumerate(("persistent", "fork")):
+            strategy = TorchDistSaveStrategy(options=SaveOptions(writer=writer))  # type: ignore[arg-type]
+            saved = state(step)
+            path = made(base / str(step))
+            request = dist_checkpointing.save(saved, path, strategy, async_sharded_save=True)
+            assert isinstance(request.async_fn, SaveTransaction)
+            request.add_finalize_fn(lambda step=step: log["finalized"].append(step))
+            queue.schedule_async_request(request)
+            saved["shard"].data.fill_(-1.0)  # training goes on
+            while queue.get_num_unfinalized_calls():
+                queue.maybe_finalize_async_calls(blocking=False)
+                time.sleep(0.01)
+        # A writer that dies: supervision is not promised here, but what is not whole must not be published.
+        path = made(base / "99")
+        strategy = TorchDistSaveStrategy(options=SaveOptions())
+        if rank == 1:
+            shared_writer().warm_up()
+            os.kill(shared_writer().pid or 0, signal.SIGSTOP)
+        dist.barrier()
+        request = dist_checkpointing.save(state(99), path, strategy, async_sharded_save=True)
+        request.add_finalize_fn(lambda: log["finalized"].append(99))
+        if rank == 1:
+            os.kill(shared_writer().pid or 0, signal.SIGKILL)
+        queue.schedule_async_request(request)
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except Exception as error:  # noqa: BLE001  (looked at by the test)
+            log["refused"].append(str(error))
+    finally:
+        with contextlib.suppress(Exception):
+            queue.close()
+    for step in (0, 1):
+        check(dist_checkpointing.load(state(-1), str(base / str(step))), step)
+    return log
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["forked caller", "persistent caller"])
+def test_a_stock_queue_runs_our_requests(persistent: bool, tmp_path: Path) -> None:
+    for log in run_ranks(_in_a_stock_queue, 2, tmp_path, persistent, deadline_s=200):
+        assert log["finalized"] == [0, 1]
+        (refused,) = log["refused"]
+        assert "rank 1 of 2" in refused
+        assert "SIGKILL" in refused
+    assert not (tmp_path / "99" / ".metadata").exists()
+    assert not (tmp_path / "99" / "metadata.json").exists()
