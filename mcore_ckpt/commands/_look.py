@@ -64,6 +64,7 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
                 human_bytes(found.size_bytes),
                 None if age_s is None else human_age(age_s),
                 listed.layout,
+                "exported" if listed.exported else "",
                 "<- tracker" if found.tracked else "",
             )
         )
@@ -74,14 +75,16 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
             notes.append(one_line(f"{found.name}: a job with drain_to={second} copies it, or `mcore-ckpt copy`"))
         remedy = found.drain.remedy if found.drain is not None and found.problems else ""
         notes += [one_line(f"{found.name}: {each}") for each in (*found.problems[:1], found.newer, remedy) if each]
-        documents.append(document_of(found, name=found.name, whole=found.whole, layout=listed.layout))
+        more = {"layout": listed.layout, "exported": listed.exported}
+        documents.append(document_of(found, name=found.name, whole=found.whole, **more))
     whole = sum(listed.checkpoint.whole for listed in report.checkpoints)
     total_bytes = sum(listed.checkpoint.size_bytes for listed in report.checkpoints)
     notes += [
         f"{name}: not complete: a conversion makes it, or has been interrupted; the command that made it resumes it"
         for name in report.unfinished
     ]
-    shown = table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3))
+    names = ("checkpoint", "state", "size", "age", "layout", "model" if report.exports else "", "")
+    shown = table(names, rows, right=(2, 3))
     lines = [shown, *notes] if rows else notes
     if report.tracker_problem:
         lines.append(f"tracker: {report.tracker_problem}")

@@ -272,6 +272,10 @@ class SaveOptions(_FromEnvironment):
         drain_to: directory or URL of the run in a second tier, such as `s3://bucket/run`: each checkpoint is copied
             there in the background when it has been published, and committed there. Ranks may then save to disks of
             their own nodes.
+        export_to: directory or URL that gets the model of each checkpoint for Hugging Face, as `iter_0000100`, in the
+            background when the checkpoint has been published: the newest first, and those that wait when a newer one
+            comes not at all.
+        export_config: with `export_to`, directory of config.json and tokenizer files, as `hf_config` of an export.
         compare_replicas: compare the replicas of tensors on all ranks (data-parallel ranks, tied weights) with the
             saved ones: `"sample"` one in 16, which depend on the save; `"warn"` all. Rank 0 warns of each that differs,
             before the checkpoint is published; or nothing is, and all ranks raise `SaveError` (`"raise"`, all). `"off"`
@@ -291,8 +295,15 @@ class SaveOptions(_FromEnvironment):
     keep_last: int | None = None
     keep_every: int | None = None
     drain_to: str | None = None
+    export_to: str | None = None
+    export_config: str | None = None
     compare_replicas: Literal["sample", "warn", "raise", "off"] = "off"
     trace_path: str | None = None
+
+    @property
+    def has_upkeep(self) -> bool:
+        """Whether something is to be done when a checkpoint has been published."""
+        return (self.keep_last, self.drain_to, self.export_to) != (None, None, None)
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -302,6 +313,10 @@ class SaveOptions(_FromEnvironment):
         if self.keep_every is not None and self.keep_last is None:
             raise OptionError(f"keep_every={self.keep_every}: without keep_last nothing is removed; set keep_last, too")
         _check_directory("drain_to", self.drain_to)
+        _check_directory("export_to", self.export_to)
+        _check_directory("export_config", self.export_config, local_path)
+        if self.export_config is not None and self.export_to is None:
+            raise OptionError(f"export_config={self.export_config!r}: without export_to nothing is exported; set it")
         _check_directory("trace_path", self.trace_path or None, local_path)
         _at_least("staging_budget_bytes", self.staging_budget_bytes, _MIB)
         _at_least("write_deadline_s", self.write_deadline_s, 0.001)

@@ -523,7 +523,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
                 discard(save.storage, ends)
             raise
         save.target = self._own.save = None
-        if self.options.keep_last is not None or self.options.drain_to is not None:
+        if self.options.has_upkeep:
             from mcore_ckpt.save.upkeep import checkpoint_published
 
             checkpoint_published(save.path, self.options)

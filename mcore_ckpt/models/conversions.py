@@ -7,7 +7,9 @@ safetensors, torch files, plain DCP checkpoints.
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -15,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.options import checkpoint_path
+from mcore_ckpt.core.process import exit_with_parent, leave_signals_to_parent
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.checks import check_file
@@ -37,7 +40,7 @@ from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, MergeOption
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.reshard import opened, reshard_conversion, target_layout
-from mcore_ckpt.reshard.target_directory import refuse_target
+from mcore_ckpt.reshard.target_directory import begun_work, refuse_target
 from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors, plan_torch_files
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -87,6 +90,26 @@ def export_checkpoint(
         return export_model(index, how) if to == "hf" else _export_tensors(to, index, how)
 
     return convert(plan, places, how, dry_run=dry_run, progress=progress)
+
+
+def main(parent_pid: int, source: str, target: str, hf_config: str | None) -> None:
+    """In the process that exports a model during training (`save.upkeep`): do it, or resume it, and print as JSON the
+    bytes of the files, or the error.
+    """
+    leave_signals_to_parent()
+    exit_with_parent(parent_pid)
+    options: dict[str, Any] = {"to": "hf", "hf_config": hf_config, "workers": 1}
+    try:
+        try:
+            report = export_checkpoint(source, target, **options)
+        except OptionError:
+            if not begun_work(checkpoint_path(target)):
+                raise
+            report = export_checkpoint(source, target, restart=True, **options)  # begun of an earlier save
+        answer: dict[str, Any] = {"nbytes": report.file_bytes}
+    except CheckpointError as error:
+        answer = {"error": str(error)}
+    sys.stdout.write(json.dumps(answer))
 
 
 def import_checkpoint(

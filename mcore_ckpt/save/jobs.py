@@ -162,7 +162,7 @@ main{arguments!r}
 """
 
 
-def start_interpreter(module: str, *arguments: int | None, **options: Any) -> subprocess.Popen[bytes]:
+def start_interpreter(module: str, *arguments: int | str | None, **options: Any) -> subprocess.Popen[bytes]:
     """Start `main(*arguments)` of a module in a bare interpreter; `options` as of `subprocess.Popen`.
 
     -S: no site-packages hooks; the trainer's import path is appended to the standard library's, so that a file of the

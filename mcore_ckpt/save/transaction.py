@@ -359,10 +359,10 @@ class SaveTransaction:
         if gathered is not None:
             files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]
             log_save(self.what, [written.took_s for written in gathered], self.spans, files)
-        if directory.target is not None and (self._options.keep_last, self._options.drain_to) != (None, None):
+        if directory.target is not None and self._options.has_upkeep:
             from mcore_ckpt.save.upkeep import checkpoint_published
 
-            checkpoint_published(directory.path, self._options)
+            checkpoint_published(directory.path, self._options, is_coordinator=gathered is not None)
 
     def _finished(self) -> Written:
         """Wait for this rank's files, and compare what was written with the plan."""

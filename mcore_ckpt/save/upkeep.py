@@ -1,12 +1,13 @@
-"""What a process of its own does for a run between its saves: remove old checkpoints, copy new ones to a second tier.
+"""What a process of its own does for a run between its saves: remove old checkpoints, copy new ones to a second tier,
+export their models.
 
 The coordinator of a save asks for it when the checkpoint is published, and training goes on; where each node has its
 own disk, one rank of each node does. The process is a bare interpreter without torch, and gives way to training. What
 it has done, and what has failed, are lines in the log of the trainer; no save fails by it. It ends with the trainer.
 A trainer that ends in order lets it finish what has been asked for.
 
-In the process (`main`) one task comes with each line of its input. Two threads work: one removes old checkpoints, the
-other copies new ones to the second tier, which may take long.
+In the process (`main`) one task comes with each line of its input. Three threads work: one removes old checkpoints, one
+copies new ones to the second tier, one has models exported. Both may take long; an export has a process of its own.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.console import human_bytes, logger_of
-from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
-from mcore_ckpt.core.options import SaveOptions, checkpoint_path
+from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.options import PARTIAL, SaveOptions, checkpoint_path, local_path
 from mcore_ckpt.core.process import (
     exit_text,
     exit_with_parent,
@@ -42,7 +43,14 @@ from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, 
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import NOT_COPIED, prune_run
 from mcore_ckpt.format.integrity import id_in_names
-from mcore_ckpt.format.metadata_read import CONFIG_FILE, DRAIN_FILE, METADATA_FILE, TRACKER_FILE
+from mcore_ckpt.format.metadata_read import (
+    CONFIG_FILE,
+    DRAIN_FILE,
+    EXPORTS_FILE,
+    HF_CONFIG,
+    METADATA_FILE,
+    TRACKER_FILE,
+)
 from mcore_ckpt.load.checks import check_data_files
 from mcore_ckpt.save.jobs import TRAINING_FIRST_NICE, SupervisedChild, start_interpreter
 from mcore_ckpt.storage.resolve import is_same_directory, storage_at
@@ -58,13 +66,13 @@ _ASK_WITHIN_S: Final = 5.0
 _READ_BYTES: Final = 65536
 
 
-def checkpoint_published(directory: Path, options: SaveOptions) -> None:
+def checkpoint_published(directory: Path, options: SaveOptions, *, is_coordinator: bool = True) -> None:
     """A checkpoint is in force; ask for what the options say is to be done then. Raises nothing."""
     directory = directory.absolute()
     if iteration_of(directory.name) is None:
         _say_once(
-            f"{directory}: is not named as iter_0000100, and so no checkpoint of a run: keep_last and drain_to do "
-            "nothing here"
+            f"{directory}: is not named as iter_0000100, and so no checkpoint of a run: keep_last, drain_to and "
+            "export_to do nothing here"
         )
         return
     task = {"run": str(directory.parent), "name": directory.name}
@@ -72,6 +80,9 @@ def checkpoint_published(directory: Path, options: SaveOptions) -> None:
         _ask({**task, "keep_last": options.keep_last, "keep_every": options.keep_every})
     if options.drain_to is not None:
         _ask({**task, "drain_to": str(second_tier(options))})
+    if options.export_to is not None and is_coordinator:
+        config = None if options.export_config is None else str(local_path(options.export_config).absolute())
+        _ask({**task, "export_to": str(checkpoint_path(options.export_to).absolute()), "hf_config": config})
 
 
 def run_loaded(directory: Path, options: SaveOptions, local_tier: str | None = None) -> None:
@@ -185,7 +196,8 @@ class _UpkeepProcess(SupervisedChild):
                     said_s = time.monotonic()
                     waited_s = said_s - began_s
                     _logger.warning(
-                        "waiting for old checkpoints to be removed and new ones to be copied: %.0f s", waited_s
+                        "waiting for old checkpoints to be removed and new ones to be copied or exported: %.0f s",
+                        waited_s,
                     )
         except BaseException:
             self.kill("the trainer was interrupted", SaveError)
@@ -255,6 +267,8 @@ _TRACKER_PERIOD_S: Final = 0.5
 _FIRST_PAUSE_S: Final = 2.0
 _LONGEST_PAUSE_S: Final = 300.0
 _PARTS_PERIOD_S: Final = 1.0
+# By its name: conversions build upon saves.
+_EXPORTER: Final = "mcore_ckpt.models.conversions"
 # So long a trainer that ends waits for the parts of other nodes.
 _PARTS_WITHIN_S: Final = 300.0
 
@@ -269,21 +283,28 @@ def main(parent_pid: int, cpu_priority: int | None) -> None:
     copies = _Copies()
     remover = threading.Thread(target=_remove, args=(removals, ends))
     copier = threading.Thread(target=copies.work)
-    for worker in (remover, copier):
+    exports: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    exporter = threading.Thread(target=_export, args=(exports,))
+    for worker in (remover, copier, exporter):
         worker.start()
-    last, copied = None, False
+    last, held = None, False
     for line in sys.stdin:
         if (task := json.loads(line)) is None:
             break
         if "keep_last" in task:
             removals.put(last := task)
+        elif "export_to" in task:
+            held = True
+            exports.put(task)
         else:
-            copied = True
+            held = True
             copies.add(**task)
     ends.set()
+    exports.put(None)
     copies.finish()
     copier.join()
-    removals.put(last if copied else None)  # again: what has been copied by now can go
+    exporter.join()
+    removals.put(last if held else None)  # again: what has been copied and exported by now can go
     removals.put(None)
     remover.join()
 
@@ -330,6 +351,59 @@ def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> 
     if waiting := [decision for decision in report.decisions if decision.reason.startswith(NOT_COPIED)]:
         names = ", ".join(decision.checkpoint.name for decision in waiting)
         _say(logging.WARNING, f"{run}: more than keep_last={keep_last} stay, {names}: {waiting[0].reason}")
+
+
+def _export(tasks: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    seen: set[str] = set()
+    while (task := tasks.get()) is not None:
+        while not tasks.empty():
+            newer = tasks.get()
+            if newer is None:
+                tasks.put(None)  # the end comes after this one
+                break
+            _say(logging.INFO, f"{task['run']}: {task['name']} is not exported, since {newer['name']} is newer")
+            task = newer
+        _export_model(**task)
+        if task["run"] not in seen:
+            seen.add(task["run"])
+            for name in _begun_exports(task):
+                _export_model(**{**task, "name": name})
+
+
+def _begun_exports(task: dict[str, Any]) -> list[str]:
+    """Checkpoints of the run whose export an earlier job has begun, and not finished."""
+    try:
+        place = checkpoint_path(task["export_to"])
+        folders = storage_at(place).folders()
+        begun = [n for n in folders if n.endswith(PARTIAL) or not storage_at(place / n).exists(HF_CONFIG)]
+        return sorted({name.removesuffix(PARTIAL) for name in begun} & set(storage_at(task["run"]).folders()))
+    except CheckpointNotFoundError:  # nothing has been exported yet
+        return []
+    except CheckpointError as error:
+        _say(logging.WARNING, f"{task['run']}: cannot tell which exports are not finished: {error}")
+        return []
+
+
+def _export_model(run: str, name: str, export_to: str, hf_config: str | None) -> None:
+    source, target = (checkpoint_path(folder) / name for folder in (run, export_to))
+    started_s = time.monotonic()
+    try:
+        storage_at(run).publish(EXPORTS_FILE, export_to.encode())  # for `list`
+        with storage_at(source).in_use(METADATA_FILE):
+            process = start_interpreter(
+                _EXPORTER, os.getpid(), str(source), str(target), hf_config, stdin=subprocess.DEVNULL, stdout=-1
+            )
+            answer, _ = process.communicate()
+        if process.returncode:
+            raise SaveError(f"the process that exports {exit_text(process.returncode)}")
+        said = json.loads(answer)
+        if "error" in said:
+            raise SaveError(said["error"])
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log)
+        _say(logging.WARNING, f"{source}: could not be exported to {target}: {_words(error)}")
+        return
+    seconds = time.monotonic() - started_s
+    _say(logging.INFO, f"{source}: exported to {target}, {human_bytes(said['nbytes'])} in {seconds:.1f} s")
 
 
 class _Copies:

@@ -54,6 +54,9 @@ from mcore_ckpt.directory.iterations import (
 from mcore_ckpt.format.index import CheckpointIndex, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
+    CONFIG_FILE,
+    EXPORTS_FILE,
+    HF_CONFIG,
     METADATA_FILE,
     NEMO_CONTEXT,
     NEMO_WEIGHTS,
@@ -62,7 +65,7 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.zip_records import layout_of_versions
 from mcore_ckpt.load.checks import check_data_files, global_shape
-from mcore_ckpt.storage.base import RangeReader, RangeWriter
+from mcore_ckpt.storage.base import RangeReader, RangeWriter, Storage
 from mcore_ckpt.storage.resolve import lies_in, storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import ParallelLayout, layout_of_chunks, model_key, read_object
@@ -70,10 +73,13 @@ from mcore_ckpt.tools.keys import ParallelLayout, layout_of_chunks, model_key, r
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """One of a run's checkpoints, and the parallel layout that its chunks show; None where the index cannot be read."""
+    """One of a run's checkpoints, and the parallel layout that its chunks show; None where the index cannot be read.
+    `exported`: whether its model has been exported, in a run that exports them.
+    """
 
     checkpoint: RunCheckpoint
     layout: ParallelLayout | None
+    exported: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,7 @@ class RunReport:
         checkpoints: `release` first, then by iteration.
         unfinished: directories that `reshard` or another conversion is making, or has left when it was interrupted; the
             same command resumes them.
+        exports: directory or URL that gets the models, in a run that exports them.
     """
 
     path: str
@@ -94,6 +101,7 @@ class RunReport:
     tracker_problem: str | None
     checkpoints: tuple[ListedCheckpoint, ...]
     unfinished: tuple[str, ...] = ()
+    exports: str | None = None
 
 
 def list_run(run: str | os.PathLike[str]) -> RunReport:
@@ -121,10 +129,13 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     except LoadError as error:
         problem = str(error)
     found = []
+    exports = _exports_of(storage)
     directories = iteration_directories(run) or _checkpoints_in(checkpoint_path(run), folders)
     for directory in directories if directories or unfinished else directories_of_run(run):
         checkpoint, index = look_at(directory, tracked=tracked)
-        found.append(ListedCheckpoint(checkpoint, None if index is None else layout_of_chunks(index)))
+        layout = None if index is None else layout_of_chunks(index)
+        exported = exports is not None and storage_at(exports / directory.name).exists(HF_CONFIG)
+        found.append(ListedCheckpoint(checkpoint, layout, exported))
     named = next((listed.checkpoint for listed in found if listed.checkpoint.tracked), None)
     if tracked is not None and named is None:
         problem = f"it names {tracked}, which is not there"
@@ -132,7 +143,18 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
         problem = f"it names {tracked}, which this version cannot read: {named.newer}"
     elif named is not None and not named.whole:
         problem = f"it names {tracked}, which is incomplete: {named.problems[0]}"
-    return RunReport(str(run), tracked, problem, tuple(found), unfinished)
+    shown = None if exports is None else str(exports)
+    return RunReport(str(run), tracked, problem, tuple(found), unfinished, shown)
+
+
+def _exports_of(storage: Storage) -> Path | None:
+    """Where the models of a run are exported to, if that can be reached."""
+    try:
+        path = checkpoint_path(storage.read(EXPORTS_FILE).decode())
+        storage_at(path).folders()
+        return path
+    except (LoadError, OptionError, UnicodeDecodeError):
+        return None
 
 
 def _checkpoints_in(path: Path, folders: Collection[str]) -> list[Path]:
@@ -160,7 +182,7 @@ class Places:
         if self.context is not None and NEMO_CONTEXT not in around.folders():
             _copy_folder(self.context, self.target.parent / NEMO_CONTEXT)
         own = -1 if self.target.name == RELEASE else iteration_of(self.target.name)
-        if own is None:
+        if own is None or not storage_at(self.target).exists(CONFIG_FILE):  # else nothing that a job loads
             return
         try:
             named = tracked_name(self.target.parent)

@@ -24,7 +24,7 @@ from tests.support.forked import in_child
 from tests.support.kept_log import kept_log
 from tests.support.model_like import reshard_killed, write_model
 
-COMMANDS = "list inspect verify cat diff copy repair prune reshard export import doctor".split()
+COMMANDS = "list inspect verify cat diff copy repair prune reshard export merge import doctor".split()
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -4,23 +4,46 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
+import mcore_ckpt
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, store_url
 from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
+from mcore_ckpt.reshard import target_directory
 from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.runs import list_run
+from tests.models.test_huggingface import model_tensors, write_hf
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import until
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_hf(tmp_path / "llama", model_tensors())
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path) -> Path:
+    """A run of three checkpoints of that model."""
+    mcore_ckpt.import_checkpoint(model, tmp_path / "run/iter_0000001", kind="hf", tp=2)
+    for number in (2, 3):
+        shutil.copytree(tmp_path / "run/iter_0000001", tmp_path / f"run/iter_000000{number}")
+    return tmp_path / "run"
 
 
 def there(run: str) -> list[str]:
@@ -139,3 +162,57 @@ def test_what_fails_is_a_line_in_the_log_and_no_failed_save(tmp_path: Path) -> N
     assert found == ["iter_0000002"]
     assert "the next save starts another" in said[0]
     assert any("could not be removed after iter_0000002" in text and "half of 1" in text for text in said)
+
+
+def _export_all(run: Path, *names: str, **options: Any) -> list[str]:
+    """What is said where these checkpoints are published one after the other, and the trainer ends."""
+    with kept_log(logging.INFO) as said:
+        for name in names:
+            upkeep.checkpoint_published(run / name, SaveOptions(**options))
+        upkeep._finish()
+    return said
+
+
+def test_models_are_exported_beside_training_the_newest_first(
+    model: Path, run: Path, object_directory: ObjectDirectory, tmp_path: Path
+) -> None:
+    for place in (str(tmp_path / "models"), f"{object_directory.url}/models"):
+        said = _export_all(
+            run, "iter_0000001", "iter_0000002", "iter_0000003", export_to=place, export_config=str(model)
+        )
+        assert any("iter_0000003: exported to" in text for text in said)
+        listed = {each.checkpoint.name: each.exported for each in list_run(run).checkpoints}
+        assert listed["iter_0000003"]
+        skipped = [name for name, exported in listed.items() if not exported]
+        assert all(any(f"{name} is not exported, since" in text for text in said) for name in skipped)
+        storage = storage_at(f"{place}/iter_0000003")
+        found = safetensors.torch.load(storage.read("model.safetensors"))
+        assert found.keys() == model_tensors().keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in model_tensors().items())
+        assert storage.exists("config.json")
+    assert sum(path.suffix == ".partial" for path in (tmp_path / "models").iterdir()) == 0
+
+
+def test_an_export_that_was_interrupted_is_finished_behind_the_newest(
+    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(target_directory, "_appear", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            mcore_ckpt.export_checkpoint(run / "iter_0000001", tmp_path / "models/iter_0000001", to="hf")
+    said = _export_all(run, "iter_0000002", export_to=str(tmp_path / "models"), export_config=str(model))
+    exported = [text.partition(": exported")[0][-12:] for text in said if ": exported to" in text]
+    assert exported == ["iter_0000002", "iter_0000001"]
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"iter_0000001", "iter_0000002"}
+
+
+def test_a_model_that_cannot_be_exported_is_one_warning_at_its_save(run: Path, tmp_path: Path) -> None:
+    with kept_log() as said:
+        dcp.save(
+            {"w": torch.ones(3)}, storage_writer=mcore_ckpt.FileSystemWriterAsync(run / "iter_0000009"), no_dist=True
+        )
+        upkeep.checkpoint_published(run / "iter_0000009", SaveOptions(export_to=str(tmp_path / "models")))
+        upkeep._finish()
+    (text,) = said
+    assert "iter_0000009: could not be exported to" in text
+    assert not any((tmp_path / "models").glob("*"))
