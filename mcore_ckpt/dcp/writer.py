@@ -550,8 +550,8 @@ def _files_and_sums(
         if isinstance(result, _SummedResult) and result.sums is not None
     }
     files = {file: sums.file for (file, _), sums in sorted(found.items(), key=lambda pair: pair[0])}
-    if target.common_sum is not None:  # the common state that was written ahead of the save
-        files[COMMON_FILE] = ManifestFile(*target.common_sum, target.save_id)
+    if target.common is not None:  # the common state that was written ahead of the save
+        files[COMMON_FILE] = target.common
     return files, found
 
 

@@ -22,7 +22,7 @@ import platform
 import secrets
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -65,15 +65,19 @@ class Target:
     """The directory of a save, as its coordinator found it."""
 
     commit: Commit
-    common_sum: tuple[int, int] | None = None  # length in bytes and CRC-32 of the common state, if that was written
-    nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _NAMED_BYTES))  # 8 bytes
+    # Id of what is saved, for its manifest and, its first half, the names of its files; 16 bytes: the id of the commit,
+    # which is of one directory only, and eight random ones.
+    save_id: bytes
+    common: ManifestFile | None  # the file of the common state, if that was written
 
-    @property
-    def save_id(self) -> bytes:
-        """Id of what is saved, for its manifest and, its first half, the names of its files; 16 bytes: the id of the
-        commit, which is of one directory only, and eight random ones.
-        """
-        return bytes.fromhex(self.commit.id) + self.nonce
+    @classmethod
+    def begin(cls, storage: Storage, common: bytes | None = None) -> Target:
+        """Begin a save into a directory, with its common state if that is to be a file."""
+        storage.ensure()
+        commit = Commit.begin(storage, common=common)
+        save_id = bytes.fromhex(commit.id) + secrets.token_bytes(SAVE_ID_BYTES - _NAMED_BYTES)
+        file = None if common is None else ManifestFile(len(common), crc32(common), save_id)
+        return cls(commit, save_id, file)
 
 
 # Directories in which a save has begun whose data are yet to come, by location.
@@ -84,7 +88,7 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     """Begin a save into a directory; the coordinator calls this once. Raises `CheckpointExistsError`, or `SaveError` if
     another save is at work there or it cannot be written.
     """
-    target = _reserved.pop(storage.location, None) or _begun(storage)
+    target = _reserved.pop(storage.location, None) or Target.begin(storage)
     target.commit.storage = storage  # with the deadlines of this save
     if target.commit.base is not None and options.on_existing == "error":
         target.commit.give_up()
@@ -96,16 +100,10 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     return target
 
 
-def _begun(storage: Storage, common: bytes | None = None) -> Target:
-    storage.ensure()
-    common_sum = None if common is None else (len(common), crc32(common))
-    return Target(Commit.begin(storage, common=common), common_sum)
-
-
 def reserve(storage: Storage, common: bytes | None = None) -> Target:
     """Begin a save that is going to `open_target`, with its common state if that is to be a file."""
     give_back(storage)
-    target = _reserved[storage.location] = _begun(storage, common)
+    target = _reserved[storage.location] = Target.begin(storage, common)
     return target
 
 

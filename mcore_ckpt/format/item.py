@@ -190,39 +190,37 @@ class ArchiveLayout:
 
     Attributes:
         begin: the file up to the header of the first storage.
-        offsets: of each storage's header; header, payload and descriptor follow one another (`frame`), and so do all
-            storages.
+        offsets: of each storage's header; header, payload and descriptor follow one another, and so do all storages.
+        frames: what is around the payload of each storage.
     """
 
     def __init__(self, pickled: bytes, storage_bytes: Sequence[int]) -> None:
         self._pickle = (_PICKLE_NAME, _VERSION_20, _UTF8, zlib.crc32(pickled), len(pickled))
         self.begin = _local_header(*self._pickle) + pickled
         self._storage_bytes = storage_bytes
-        offsets, position = [], len(self.begin)
+        self.offsets: list[int] = []
+        self.frames: list[PayloadFrame] = []
+        position = len(self.begin)
         for number, nbytes in enumerate(storage_bytes):
-            offsets.append(position)
-            frame = PayloadFrame.of(number, nbytes, position)
+            self.offsets.append(position)
+            self.frames.append(frame := PayloadFrame.of(number, nbytes, position))
             position += len(frame.head) + nbytes + len(frame.tail_with(0))
-        self.offsets = tuple(offsets)
         self._end_at = position
-        end_at = position + _MOST_OF_AN_ENTRY * (len(offsets) + 4)
-        self._zip64 = max(storage_bytes, default=0) >= _ZIP64_FROM_BYTES or end_at >= _MAX_32 or len(offsets) > 0xFFF0
+        count = len(storage_bytes)
+        end_at = position + _MOST_OF_AN_ENTRY * (count + 4)
+        self._zip64 = max(storage_bytes, default=0) >= _ZIP64_FROM_BYTES or end_at >= _MAX_32 or count > 0xFFF0
 
     @property
     def size_bytes(self) -> int:
         """Length of the file."""
         return self._end_at + len(self.end([0] * len(self._storage_bytes)))
 
-    def frame(self, number: int) -> PayloadFrame:
-        """What is around the payload of a storage."""
-        return PayloadFrame.of(number, self._storage_bytes[number], self.offsets[number])
-
     def crc_positions(self) -> Iterator[tuple[int, int]]:
         """Where the CRC-32 of each storage stands in the file: in its descriptor, and in the directory."""
         at = self._end_at + len(_CONSTANT_RECORDS) + len(_central_entry(*self._pickle, 0))
         entries = self._entries([0] * len(self._storage_bytes))
-        for number, (nbytes, offset, entry) in enumerate(zip(self._storage_bytes, self.offsets, entries, strict=True)):
-            yield offset + len(self.frame(number).head) + nbytes + _DESCRIPTOR_CRC, at + _CENTRAL_CRC
+        for frame, offset, entry in zip(self.frames, self.offsets, entries, strict=True):
+            yield offset + len(frame.head) + frame.payload_bytes + _DESCRIPTOR_CRC, at + _CENTRAL_CRC
             at += len(entry)
 
     def _entries(self, crcs: Sequence[int]) -> Iterator[bytes]:
@@ -267,7 +265,7 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
     if payload_bytes > _MAX_PAYLOAD_BYTES or (shape and min(shape) < 0):
         raise ValueError(f"shape {list(shape)} of a {dtype} tensor: expected sizes >= 0 and less than 2**63 bytes")
     layout = ArchiveLayout(tensor_pickle(dtype, shape, element_count), (payload_bytes,))
-    frame = layout.frame(0)
+    (frame,) = layout.frames
     alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
     head, tail = layout.begin + frame.head, frame.tail_with(0) + layout.end((0,))
     (positions,) = layout.crc_positions()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from mcore_ckpt.core.boxes import strides_of
 from mcore_ckpt.core.errors import CheckpointError
 
 MAX_AXES: Final = 64
@@ -187,12 +188,7 @@ def _tuple(values: Sequence[int]) -> bytes:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides in elements of a C-contiguous tensor; as in torch, an axis of size 0 counts as 1."""
-    strides = []
-    stride = 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size or 1
-    return tuple(reversed(strides))
+    return strides_of([size or 1 for size in shape])
 
 
 # ------------------------------------------------------------------------------------------------------------ read

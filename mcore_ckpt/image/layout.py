@@ -135,11 +135,7 @@ class BucketLayout:
     item_offsets: array[int]  # for each tensor, where its item starts
     image: FileImage  # what a writer needs: the file's size, the payloads and the places of their checksums
     footer: FooterPlan  # the integrity footer, as far as the structure tells
-
-    @property
-    def footer_offset(self) -> int:
-        """Where the integrity footer begins, which is where the last item ends."""
-        return self.image.size_bytes - self.footer.size_bytes
+    footer_offset: int  # where the integrity footer begins, which is where the last item ends
 
 
 def region_bytes(objects_bytes: Sequence[int]) -> int:
@@ -202,8 +198,9 @@ def lay_out_file(
         crc_positions=crc_positions,
         strided=tuple(_strided(specs)),
     )
+    keys = tuple(object_keys)
     layout = BucketLayout(
-        file_name, tuple(specs), tuple(object_keys), bytes_region, tuple(templates), item_offsets, image, footer
+        file_name, tuple(specs), keys, bytes_region, tuple(templates), item_offsets, image, footer, position
     )
     return layout, columns
 

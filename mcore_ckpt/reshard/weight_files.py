@@ -311,14 +311,14 @@ def _lay_out_state(name: str, state: Any) -> tuple[TargetFile, list[SavedTensor]
     runs, run, fed = [], bytearray(layout.begin), []
     columns = array("q"), array("q"), array("q")  # of the image: offsets and lengths of payloads, places of CRC-32s
     crcs = []
-    for number, (tensor, positions) in enumerate(zip(tensors, layout.crc_positions(), strict=True)):
-        frame = layout.frame(number)
+    places = zip(layout.offsets, layout.frames, layout.crc_positions(), strict=True)
+    for tensor, (offset, frame, positions) in zip(tensors, places, strict=True):
         run += frame.head
         crcs.append(crc32(tensor.content) if isinstance(tensor.content, bytes) else 0)
         if isinstance(tensor.content, bytes):
             run += tensor.content
         else:
-            columns[0].append(layout.offsets[number] + len(frame.head))
+            columns[0].append(offset + len(frame.head))
             columns[1].append(tensor.nbytes)
             columns[2].extend(positions)
             fed.append(tensor)

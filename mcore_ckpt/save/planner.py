@@ -173,49 +173,33 @@ def lay_out_rank(
     separation_hint: str | None = None,
 ) -> RankLayout:
     """Lay out what a rank writes: `thread_count` files at most, keys with the `separation_hint` apart."""
-    keys = [spec.key for spec in specs]
-    chosen = split_buckets(keys, [spec.nbytes for spec in specs], thread_count, separation_hint)
+    sizes = [spec.nbytes for spec in specs]
+    chosen = split_buckets([spec.key for spec in specs], sizes, thread_count, separation_hint)
+    objects: dict[str, list[int]] = {}  # by the prefix of the files that they go to, in turn
+    for index, key in enumerate(object_keys):
+        prefix = separation_hint if separation_hint and key.startswith(separation_hint) else ""
+        objects.setdefault(prefix, []).append(index)
+    with_tensors = {prefix for prefix, _ in chosen}
+    chosen += [(prefix, []) for prefix in objects if prefix not in with_tensors]
     prefixes = [prefix for prefix, _ in chosen]
-    for key in object_keys:
-        prefix = separation_hint if separation_hint is not None and key.startswith(separation_hint) else ""
-        if prefix not in prefixes:
-            chosen.append((prefix, []))
-            prefixes.append(prefix)
-    names = [data_file_name(rank, i, prefix) for i, prefix in enumerate(prefixes)]
-    objects_of_file = _spread(object_keys, names, separation_hint)
-    buckets = []
-    laid_out = []
-    for name, objects, (_, indices) in zip(names, objects_of_file, chosen, strict=True):
-        of_file = [specs[index] for index in indices]
-        sizes = [object_bytes[index] for index in objects]
-        bucket, columns = lay_out_file(name, of_file, [object_keys[index] for index in objects], sizes)
+    objects_of_file, buckets, laid_out = [], [], []
+    for number, (prefix, indices) in enumerate(chosen):
+        own = objects.get(prefix, [])[prefixes[:number].count(prefix) :: prefixes.count(prefix)]
+        of_file, of_objects = [specs[index] for index in indices], [object_bytes[index] for index in own]
+        name = data_file_name(rank, number, prefix)
+        bucket, columns = lay_out_file(name, of_file, [object_keys[index] for index in own], of_objects)
+        objects_of_file.append(tuple(own))
         buckets.append(bucket)
         laid_out.append((name, bucket.image.size_bytes, columns))
     return RankLayout(
         specs=tuple(specs),
         buckets=tuple(buckets),
         members=tuple(tuple(indices) for _, indices in chosen),
-        objects=tuple(map(tuple, objects_of_file)),
+        objects=tuple(objects_of_file),
         plan=LocalPlan.of(laid_out),
         object_keys=tuple(object_keys),
         separation_hint=separation_hint,
     )
-
-
-def _spread(keys: Sequence[str], names: Sequence[str], hint: str | None) -> list[list[int]]:
-    """Objects to files, in turn; hinted keys only to files that carry the hint, the others only to the others."""
-    chosen: list[list[int]] = [[] for _ in names]
-    hinted_files = [i for i, name in enumerate(names) if hint is not None and name.startswith(hint)]
-    plain_files = [i for i in range(len(names)) if i not in hinted_files]
-    turns = {True: 0, False: 0}
-    for index, key in enumerate(keys):
-        hinted = hint is not None and key.startswith(hint)
-        files = hinted_files if hinted else plain_files
-        if not files:
-            continue
-        chosen[files[turns[hinted] % len(files)]].append(index)
-        turns[hinted] += 1
-    return chosen
 
 
 # Attributes of tensors that are read as they lie in memory, compared with those of the plan: where place in the

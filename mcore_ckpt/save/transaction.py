@@ -213,22 +213,18 @@ class SaveDirectory:
 
     def open(self) -> bytes:
         """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
-        self.target = open_target(self.storage, self._options)
+        self.target = target = open_target(self.storage, self._options)
         if not self.storage.is_store:  # in a file system stock may have written it already
-            self._common = self._common_file()
-        return self.target.save_id
+            self._common = target.common or sum_of_file(self.storage, target.save_id)
+        return target.save_id
 
-    def common_file(self, *, has_common_state: bool) -> ManifestFile | None:
-        """Coordinator: the file that holds the common state of this save; None if an object does, or nothing."""
-        found = None if has_common_state else self._common_file()
-        if not has_common_state and not self.storage.is_store and found != self._common:
+    def common_file(self) -> ManifestFile | None:
+        """Coordinator: the file that holds the common state of this save, where no object does; None: there is none."""
+        assert self.target is not None
+        found = self.target.common or sum_of_file(self.storage, self.target.save_id)
+        if not self.storage.is_store and found != self._common:
             raise SaveError(f"{self.storage}: another save has replaced {COMMON_FILE} since this one began")
         return found
-
-    def _common_file(self) -> ManifestFile | None:
-        assert self.target is not None
-        common_sum, save_id = self.target.common_sum, self.target.save_id
-        return sum_of_file(self.storage, save_id) if common_sum is None else ManifestFile(*common_sum, save_id)
 
     def check(self, files: Sequence[WrittenFile]) -> None:
         """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""
@@ -438,7 +434,7 @@ class SaveTransaction:
             [written.files for written in gathered],
             save_id=save_id,
             storage_meta={"checkpoint_id": self.what, "save_id": shown_id(save_id)},
-            common=self._directory.common_file(has_common_state=common),
+            common=None if common else self._directory.common_file(),
             names={name: with_id(name, save_id) for name, _ in planned.plan.files},
         )
         return _Described(content, common)

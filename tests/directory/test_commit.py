@@ -300,7 +300,7 @@ def test_a_save_that_begins_at_any_step_of_another_never_replaces_what_it_has_no
         storage = LocalStorage(path)
         save_on(storage, b"old")
         late: list[Target] = []
-        faults = Faults(at, lambda path=path, late=late: late.append(Target(Commit.begin(LocalStorage(path)))))
+        faults = Faults(at, lambda path=path, late=late: late.append(Target.begin(LocalStorage(path))))
         name = save_on(FaultyStorage(storage, faults), b"new")
         if not late:
             break

@@ -71,8 +71,7 @@ def test_an_archive_of_more_than_4_gib_is_one_that_torch_reads(tmp_path: Path) -
     layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
     with (tmp_path / "x.pt").open("wb") as file:
         file.write(layout.begin)
-        for number, (offset, tensor) in enumerate(zip(layout.offsets, tensors, strict=True)):
-            frame = layout.frame(number)
+        for offset, frame, tensor in zip(layout.offsets, layout.frames, tensors, strict=True):
             file.seek(offset)
             file.write(frame.head)
             file.seek(tensor.nbytes, 1)
