@@ -22,10 +22,9 @@ from mcore_ckpt.core.boxes import Box, covers, intersect, relative, strides_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, MissingKeyError, ShapeMismatchError
 from mcore_ckpt.format.index import CheckpointIndex, ChunkLookup
 from mcore_ckpt.format.parameter_table import STATE_KEY, extent_of, stored_tables
-from mcore_ckpt.load.placement import narrow
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader
-from mcore_ckpt.load.requests import ReadRequest
+from mcore_ckpt.load.requests import ReadRequest, narrow
 from mcore_ckpt.state.shards import local_box
 
 _READ_BYTES: Final = 16 * 1024 * 1024

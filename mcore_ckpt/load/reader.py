@@ -1,6 +1,6 @@
 """A checkpoint that is read: its index, slices of its tensors, its objects; and Megatron's shards, of any layout.
 
-    index (.metadata)  ->  plan (requests)  ->  byte ranges (ranges, reads)  ->  reads, destinations (placement)
+    index (.metadata)  ->  plan (requests)  ->  byte ranges (ranges, reads)  ->  reads, destinations
 
 `dcp/reader.py` puts DCP's protocol in front. Stretches of flattened tensors, as Megatron-Core 0.12 to 0.15 stored
 optimizer state (`state/shards.py`), go from any stored form to any requested one: the same grid directly; another grid,
@@ -30,11 +30,10 @@ from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry
 from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.load.placement import narrow
-from mcore_ckpt.load.ranges import ReadPolicy, batches
+from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reads import ItemDecoder, Located, TensorReads
-from mcore_ckpt.load.records import FileFooters, NearestFiles, OpenFiles, ReadStats, check_apart, missing_key, naming
-from mcore_ckpt.load.requests import DtypeConversions, LoadPlan, ReadRequest, tensor_entry
+from mcore_ckpt.load.records import NearestFiles, OpenFiles, ReadStats, check_apart, missing_key, naming
+from mcore_ckpt.load.requests import DtypeConversions, LoadPlan, ReadRequest, narrow, tensor_entry
 from mcore_ckpt.state.shards import local_box, stored_form
 from mcore_ckpt.storage.base import FileVersion, Storage
 from mcore_ckpt.storage.resolve import storage_at
@@ -95,7 +94,7 @@ class CheckpointReader:
         self.index_version: FileVersion | None = None
         self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
         self._located: Located = {}
-        self._footers = FileFooters(lambda: self.index)
+        self._checked: set[str] = set()  # data files that have been compared with the index
         self._open: OpenFiles | None = None
         self._decoder = ItemDecoder(self._opened, self.options, self.stats)
 
@@ -105,7 +104,7 @@ class CheckpointReader:
         if self._open is not None:
             yield self._open
             return
-        files = OpenFiles(self._files, self.options.page_cache, self._footers)
+        files = OpenFiles(self._files, self.options.page_cache, lambda: self.index, self._checked)
         try:
             yield files
         finally:
@@ -161,11 +160,11 @@ class CheckpointReader:
                 what the index says.
             ChecksumError: a record's bytes are not those that were written.
         """
-        with self.conversions.of_one_load():
-            plan = LoadPlan(self.index, self.conversions, ReadPolicy.of(self._files, self.options.page_cache))
+        with self.conversions.of_one_load(), self._opened() as files:
+            plan = LoadPlan(self.index, self.conversions, files.policy)
             plan.add(requests)
             for turn in plan.turns():
-                with naming(self._where, self._remedy), self._opened() as files:
+                with naming(self._where, self._remedy):
                     TensorReads(files, self._located, self.stats, self._decoder, self.index, self.ranks).run(turn)
 
     def _where(self) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import heapq
 import math
+import mmap
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mcore_ckpt.core.boxes import Box, intersect, runs
+from mcore_ckpt.core.boxes import Box, intersect, relative, runs, strides_of
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError
@@ -45,7 +46,6 @@ from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item import Forms, LocatedTensor, locate_tensor, locate_tensor_in
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.placement import ReadBuffer, Want, WantedItem, alignment_for, memory_at, narrow, place_box
 from mcore_ckpt.load.ranges import ChunkPart, Extent, ReadPolicy, Span, batches, cluster_boxes, coalesce, split_box
 from mcore_ckpt.load.records import (
     OpenFiles,
@@ -63,8 +63,10 @@ from mcore_ckpt.load.records import (
     padded_range,
     whole_blocks,
 )
-from mcore_ckpt.load.requests import LoadPlan, SmallRead
+from mcore_ckpt.load.requests import LoadPlan, SmallRead, Want, WantedItem, narrow
+from mcore_ckpt.state.torch_classes import PLAIN
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
+from mcore_ckpt.storage.direct_io import aligned_buffer
 
 _logger = logger_of(__name__)
 
@@ -168,6 +170,106 @@ class ItemDecoder:
         )
         self._stats.add(records_checked=checked)
         return stored
+
+
+# Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Writable bytes `[address, address + length)` of this process; their owner has to stay alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+class ReadBuffer:
+    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped. Pinned, it is
+    copied to a device fast. It has its bytes as a `view`, and as a flat `tensor` for copying out of.
+    """
+
+    __slots__ = ("address", "size_bytes", "tensor", "view")
+
+    def __init__(self, size_bytes: int, pinned: bool = False) -> None:
+        self.size_bytes = size_bytes
+        if pinned:
+            block = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            skip = -block.data_ptr() % mmap.PAGESIZE
+            self.tensor = block[skip : skip + size_bytes]
+            self.view = memory_at(self.tensor.data_ptr(), size_bytes)
+        else:
+            self.view = aligned_buffer(size_bytes)[:size_bytes]
+            self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+    def strided(self, at: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """Elements of `dtype` from byte `at` on, as a view of that shape and strides (in elements). A copy where they
+        are not aligned, which torch requires: stock writers pack items at odd offsets.
+        """
+        span_elems = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        flat = self.tensor[at : at + span_elems * dtype.itemsize]
+        if (self.address + at) % dtype.itemsize:
+            flat = flat.clone()
+        elif flat.storage_offset() % dtype.itemsize:
+            flat = torch.frombuffer(memory_at(self.address + at, len(flat)), dtype=torch.uint8)
+        return flat.view(dtype).as_strided(sizes, strides)
+
+
+def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
+    """True if stored elements can be put into the tensor bit by bit."""
+    return tensor.dtype is stored_dtype and type(tensor) in PLAIN and not tensor.is_neg() and not tensor.is_conj()
+
+
+def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """The alignment at which `place_box` can use bytes in memory as they are. Whole rows are copied as bytes; single
+    elements, and those that are converted, have to be aligned as such.
+    """
+    if tensor.dim() and tensor.stride(-1) == 1 and _takes_bits(tensor, stored_dtype):
+        return 1
+    return stored_dtype.itemsize
+
+
+def place_box(
+    memory: ReadBuffer,
+    at: int,
+    read_box: Box,
+    chunk_sizes: Sequence[int],
+    stored_dtype: torch.dtype,
+    want: Want,
+) -> None:
+    """Copy what a destination requests of `read_box`, relative to the chunk, in elements. Its bytes lie at `at` of a
+    buffer, from the first to the last element, gaps included.
+    """
+    overlap = intersect(read_box, want.box)
+    if overlap is None:
+        return
+    strides = strides_of(chunk_sizes)
+    first = sum(
+        (offset - base) * stride
+        for offset, base, stride in zip(overlap.offsets, read_box.offsets, strides, strict=True)
+    )
+    span_elems = 1 + sum((size - 1) * stride for size, stride in zip(overlap.sizes, strides, strict=True))
+    elem_bytes = stored_dtype.itemsize
+    inside = relative(overlap, want.box.offsets)
+    destination = want.tensor.detach()
+    if inside.sizes != tuple(destination.shape):
+        destination = narrow(destination, inside)
+    wanted_elems = math.prod(overlap.sizes)
+    if want.address and span_elems == wanted_elems and destination.is_contiguous():
+        source = memory.address + at + first * elem_bytes
+        ctypes.memmove(destination.data_ptr(), source, wanted_elems * elem_bytes)
+        return
+    same_bits = _takes_bits(destination, stored_dtype)
+    at += first * elem_bytes
+    with torch.no_grad():
+        if same_bits and overlap.sizes and destination.stride(-1) == 1:
+            # As bytes, rows need not be aligned; torch copies each of them in one go.
+            row = [*overlap.sizes[:-1], overlap.sizes[-1] * elem_bytes]
+            source_view = memory.strided(at, torch.uint8, row, [*(stride * elem_bytes for stride in strides[:-1]), 1])
+            destination.view(torch.uint8).copy_(source_view)
+        elif same_bits:
+            carrier = _CARRIERS[elem_bytes]
+            destination.view(carrier).copy_(memory.strided(at, carrier, overlap.sizes, strides))
+        else:
+            destination.copy_(memory.strided(at, stored_dtype, overlap.sizes, strides))
 
 
 class ItemRead(NamedTuple):

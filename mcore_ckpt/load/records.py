@@ -129,20 +129,6 @@ def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
     return start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, max(stop, min(align_up(stop), file_bytes))
 
 
-class FileFooters:
-    """Checks data files of one checkpoint, each once, for any number of threads; `index` is asked at the first file."""
-
-    def __init__(self, index: Callable[[], CheckpointIndex]) -> None:
-        self._index = index
-        self._checked: set[str] = set()
-
-    def check(self, name: str, reader: RangeReader) -> None:
-        """Compare a file with what `.metadata` says of it. Raises `CorruptCheckpointError`, or `LoadError`."""
-        if reader.name not in self._checked:
-            checked_footer(self._index(), name, reader)
-            self._checked.add(reader.name)
-
-
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
 _MAX_IDLE_FILES = 16
 
@@ -168,14 +154,20 @@ class ReadStats:
 
 
 class OpenFiles:
-    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use. `footers` checks
-    each file when it is opened; None: what is read of them is checked elsewhere. `open_ahead`, `reads_at_once`: as of
-    the storage; `policy`: how they are read.
+    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use. The footer of
+    each file is compared with `index` when it is opened, if it is not among those `checked` before; None: what is read
+    of them is checked elsewhere. `open_ahead`, `reads_at_once`: as of the storage; `policy`: how they are read.
     """
 
-    def __init__(self, storage: Storage | NearestFiles, page_cache: PageCache, footers: FileFooters | None) -> None:
+    def __init__(
+        self,
+        storage: Storage | NearestFiles,
+        page_cache: PageCache,
+        index: Callable[[], CheckpointIndex] | None,
+        checked: set[str] | None = None,
+    ) -> None:
         self.policy = ReadPolicy.of(storage, page_cache)
-        self._footers = footers
+        self._index, self._checked = index, set() if checked is None else checked
         self._storage = storage
         self.open_ahead, self.reads_at_once = storage.open_ahead, storage.reads_at_once
         self._lock = threading.Lock()
@@ -218,8 +210,9 @@ class OpenFiles:
             version = reader.version and reader.version[:2]  # (a file may be touched)
             if self._versions.setdefault(reader.name, version) != version:
                 raise LoadError(f"{reader.name}: another file took its name meanwhile; open the checkpoint again")
-            if self._footers is not None:
-                self._footers.check(name, reader)
+            if self._index is not None and reader.name not in self._checked:
+                checked_footer(self._index(), name, reader)
+                self._checked.add(reader.name)
         except BaseException:
             reader.close()
             raise

@@ -8,6 +8,10 @@ and addresses. The index gives the position of each, the bytes that frame its pa
 tensor), and its CRC-32. So the chunks of one read are checked together: the frames around their payloads, and the sums
 of these.
 
+A destination that lies in host memory as the bytes lie in the file (same dtype, C-contiguous, a plain tensor) has an
+*address*: bytes are read or copied straight there. Everything else (strided views, other dtypes, devices, tensor
+subclasses) goes through torch, from a strided view of the buffer that the bytes were read into.
+
 Where the stored dtype is not the destination's, elements are converted as `torch.Tensor.copy_` does, with one warning
 for the load, or refused. Destinations that share memory (tied weights that were saved as several tensors, views of one
 buffer) are found before anything is read, and are read one after the other, in the order of their requests.
@@ -22,6 +26,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import Any, Final, Literal, NamedTuple
@@ -30,22 +35,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core.boxes import Box, covers, intersect, relative
+from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs
 from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32s
 from mcore_ckpt.core.errors import (
+    ChecksumError,
     CorruptCheckpointError,
     DtypeMismatchError,
     KindMismatchError,
     LoadError,
     ShapeMismatchError,
 )
-from mcore_ckpt.format.index import CheckpointIndex, ChunkLookup, PackedTensors, StoredChunk, TensorEntry, TensorForm
-from mcore_ckpt.format.item import tensor_template
-from mcore_ckpt.load.placement import Want, WantedItem, address_of, can_be_filled, memory_of, narrow
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ChunkLookup,
+    PackedTensors,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    TensorForm,
+)
+from mcore_ckpt.format.item import LocatedTensor, tensor_template
 from mcore_ckpt.load.ranges import ReadPolicy
-from mcore_ckpt.load.records import missing_key
-from mcore_ckpt.state.torch_classes import dtype_name, torch_dtype
+from mcore_ckpt.load.records import check_located, checksum_error, chunk_name, missing_key
+from mcore_ckpt.state.torch_classes import PLAIN, dtype_name, torch_dtype
 
 _logger = logger_of(__name__)
 
@@ -120,15 +133,7 @@ def _converts(stored: torch.dtype, requested: torch.dtype) -> bool:
     return True
 
 
-_Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 _Rows = np.ndarray[tuple[int], np.dtype[np.void]]
-
-
-def may_overlap(starts: _Ints, stops: _Ints) -> bool:
-    """Whether any two of the ranges `[start, stop)` have a byte in common."""
-    order = np.argsort(starts)
-    reach = np.maximum.accumulate(stops[order])
-    return bool((starts[order][1:] < reach[:-1]).any())
 
 
 def overlapping(requests: Sequence[ReadRequest]) -> set[int]:
@@ -212,6 +217,136 @@ def stored_dtype(entry: TensorEntry) -> torch.dtype:
     if dtype is None:
         raise LoadError(f"{entry.fqn}: stored as {entry.dtype}, which torch {torch.__version__} does not have")
     return dtype
+
+
+class Want(NamedTuple):
+    """A box of a stored chunk, and the destination of the same shape that wants it."""
+
+    box: Box  # relative to the chunk, in elements
+    whole: bool  # the box is the whole chunk
+    tensor: torch.Tensor  # the destination; written in place
+    address: int  # where its bytes lie, when they lie exactly as stored (`address_of`); 0 otherwise
+
+    def address_at(self, box: Box, elem_bytes: int) -> int:
+        """Where the bytes of `box` (relative to the chunk) belong, if they are contiguous in host memory; else 0."""
+        if not self.address:
+            return 0
+        destination = runs(self.box.sizes, relative(box, self.box.offsets), elem_bytes)
+        return 0 if destination.counts else self.address + destination.first_byte
+
+
+def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """Where in host memory a box of the tensor's own shape, stored as `stored_dtype`, belongs byte for byte; else 0."""
+    if (
+        tensor.dtype is stored_dtype
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not (stored_dtype.is_complex and tensor.is_conj())
+    ):
+        return tensor.data_ptr()
+    return 0
+
+
+def can_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether what is written to a tensor stays anywhere: not in one that only describes a tensor, as fake ones do."""
+    return not tensor.is_meta and (type(tensor) in PLAIN or tensor.untyped_storage().device.type != "meta")
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First byte and end of a tensor's memory, gaps included; None if it has none of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a subclass that holds other tensors
+        return None
+    if not start:
+        return None
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of `tensor` that `box` (in elements) names."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+@dataclass(slots=True, eq=False)
+class WantedItem:
+    """A stored chunk, and the slices of it that are requested."""
+
+    fqn: str  # key of the global tensor
+    dtype: torch.dtype  # stored dtype
+    chunk: StoredChunk  # the chunk and where it is stored
+    payload_bytes: int  # size of the chunk's elements
+    wants: list[Want] = field(default_factory=list)  # slices and destinations
+
+    @property
+    def needed_bytes(self) -> int:
+        """How many bytes the destinations take; what several of them request counts several times."""
+        wants = self.wants
+        if len(wants) == 1 and wants[0].whole:
+            return self.payload_bytes
+        return sum(math.prod(want.box.sizes) for want in wants) * self.dtype.itemsize
+
+    @property
+    def item(self) -> StoredItem:
+        """Where the chunk is stored."""
+        return self.chunk.item
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """File, offset and key: the order of the files."""
+        return self.chunk.item.file, self.chunk.item.offset, self.fqn
+
+    @property
+    def kind(self) -> tuple[StoredItem, torch.dtype, tuple[int, ...]]:
+        """The item, and what the index says that it is."""
+        return self.chunk.item, self.dtype, self.chunk.sizes
+
+    @property
+    def where(self) -> str:
+        """The chunk, as an error message names it."""
+        return chunk_name(self.fqn, self.chunk)
+
+    @property
+    def expected(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape that the index says the item has."""
+        return dtype_name(self.dtype), self.chunk.sizes
+
+    def check(self, located: LocatedTensor) -> None:
+        """Raise `CorruptCheckpointError` unless the item holds the tensor that the index says it does."""
+        check_located(located, *self.expected, self.payload_bytes, self.item.crc32)
+
+    def own_start(self) -> int | None:
+        """Where the payload begins in its file if this package wrote the item; None if the index does not tell. It
+        tells the CRC-32 of each payload in a checkpoint with a manifest, with which its files are compared.
+        """
+        item = self.chunk.item
+        if item.crc32 is None:
+            return None
+        try:
+            template = tensor_template(*self.expected)
+        except ValueError:
+            return None
+        if template.item_bytes != item.length or not template.payload_bytes:
+            return None
+        return item.offset + len(template.head)
+
+    def damaged(self, offset: int, length: int, got: int, expected: int) -> ChecksumError:
+        """The error for bytes `[offset, offset + length)` of the item, which hold its elements."""
+        start = self.item.offset + offset
+        return checksum_error(
+            self.where, f"the bytes [{start}, {start + length}) of {self.item.file} have", got, expected
+        )
 
 
 # So many items can be scattered by one call: the kernel takes 1,024 places (UIO_MAXIOV), of which each wants four.
@@ -330,11 +465,11 @@ class SmallChunks:
             others.append(request)
         return others
 
-    def memory(self) -> tuple[_Ints, _Ints]:
-        """Where the destinations lie: first bytes and ends."""
+    def memory(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Where the destinations lie: a row of first bytes, and one of ends."""
         starts = np.array(self._addresses, dtype=np.int64)
         payloads = np.array([kind.payload_bytes for kind in self.kinds], dtype=np.int64)
-        return starts, starts + payloads[self._kind_numbers] if self._kind_numbers else starts
+        return np.stack((starts, starts + payloads[self._kind_numbers] if self._kind_numbers else starts))
 
     def _find(
         self, form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...] | None
@@ -510,9 +645,9 @@ class LoadPlan:
         one, after all the rest, and the last request stays.
         """
         ranges = [found for tensor in self._tensors if (found := memory_of(tensor)) is not None]
-        starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        of_small = self.small.memory()
-        if not may_overlap(np.append(starts, of_small[0]), np.append(stops, of_small[1])):
+        memory = np.append(np.array(ranges, dtype=np.int64).reshape(-1, 2).T, self.small.memory(), axis=1)
+        starts, stops = memory[:, np.argsort(memory[0])]
+        if not (starts[1:] < np.maximum.accumulate(stops)[:-1]).any():
             return [self]
         shared = overlapping(self._requests)
         if not shared:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,7 @@ from numpy.lib.stride_tricks import as_strided
 from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, runs
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, ChunkLookup, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.load.checks import range_crc
 from mcore_ckpt.load.records import chunk_name, contiguous_around
@@ -99,7 +98,7 @@ def view_index(
     """The index of a view with `tensors` by requested key, and the slice of `base` behind each of its chunks; with new
     `objects` (archives of `torch.save` by full key). `kept_objects`: stored ones that stay.
     """
-    chunks_of = _ChunksByLead(base)
+    chunks_of = _NearChunks(base)
     entries: dict[str, TensorEntry] = {}
     slices: ChunkSlices = {}
     for key, view in tensors.items():
@@ -132,36 +131,21 @@ def _dtype_of(key: str, view: TensorView, base: CheckpointIndex) -> str:
     return dtypes.pop()
 
 
-class _ChunksByLead:
-    """The chunks of stored tensors that a slice may share elements with, by their leading axes of one element."""
+class _NearChunks:
+    """The chunks of stored tensors that a slice may share elements with."""
 
     def __init__(self, base: CheckpointIndex) -> None:
         self._base = base
-        self._known: dict[str, tuple[int, int, dict[tuple[int, ...], list[StoredChunk]]]] = {}
+        self._known: dict[str, ChunkLookup[StoredChunk]] = {}
 
     def around(self, key: str, box: Box) -> list[StoredChunk]:
         """Chunks in the order of their offsets: those that overlap a slice, and few others."""
         if key not in self._known:
-            entry, lead = self._base.tensors[key], 0
-            while lead < len(entry.shape) - 1 and all(chunk.sizes[lead] == 1 for chunk in entry.chunks):
-                lead += 1
-            longest = max((chunk.sizes[lead] for chunk in entry.chunks if entry.shape), default=0)
-            by_lead: dict[tuple[int, ...], list[StoredChunk]] = {}
-            for chunk in sorted(entry.chunks):
-                by_lead.setdefault(chunk.offsets[:lead], []).append(chunk)
-            self._known[key] = lead, longest, by_lead
-        lead, longest, by_lead = self._known[key]
-        if any(size != 1 for size in box.sizes[:lead]):
-            return [chunk for chunks in by_lead.values() for chunk in chunks]
-        found = by_lead.get(box.offsets[:lead], [])
-        if not box.sizes:
-            return found
-        start, begins = box.offsets[lead], lambda chunk: chunk.offsets[lead]
-        first = bisect_left(found, start - longest + 1, key=begins)
-        return found[first : bisect_left(found, start + box.sizes[lead], key=begins)]
+            self._known[key] = ChunkLookup(self._base.tensors[key].chunks)
+        return sorted(self._known[key].near(box))
 
 
-def _chunk_slices(base: CheckpointIndex, chunks_of: _ChunksByLead, part: Part) -> Iterable[tuple[Box, ChunkSlice]]:
+def _chunk_slices(base: CheckpointIndex, chunks_of: _NearChunks, part: Part) -> Iterable[tuple[Box, ChunkSlice]]:
     """Each slice of the requested tensor that one stored chunk has, and where it is in that chunk."""
     if part.key is None or part.stored is None:
         yield part.slice, ChunkSlice(None, None, part.slice, None)
@@ -189,7 +173,7 @@ def _chunk_slices(base: CheckpointIndex, chunks_of: _ChunksByLead, part: Part) -
 
 
 def _flat_slices(
-    entry: TensorEntry, chunks_of: _ChunksByLead, part: Part, cell: Box, first: int
+    entry: TensorEntry, chunks_of: _NearChunks, part: Part, cell: Box, first: int
 ) -> Iterable[tuple[Box, ChunkSlice]]:
     stop = first + math.prod(part.slice.sizes)
     for chunk in chunks_of.around(entry.fqn, Box((*cell.offsets[:-1], first), (*cell.sizes[:-1], stop - first))):

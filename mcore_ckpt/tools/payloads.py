@@ -31,7 +31,6 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.checks import ItemCheck, check_item, range_crc
 from mcore_ckpt.load.ranges import ReadPolicy, split_box
 from mcore_ckpt.load.records import (
-    FileFooters,
     OpenFiles,
     PartSum,
     PayloadSums,
@@ -93,8 +92,7 @@ class StoredPayloads:
     ) -> None:
         self.index = index
         self.storage = storage_at(index.path) if storage is None else storage
-        self._footers = FileFooters(lambda: stored or self.index)
-        self.files = OpenFiles(self.storage, page_cache, self._footers)
+        self.files = OpenFiles(self.storage, page_cache, lambda: stored or self.index)
         self._located: OrderedDict[tuple[str, StoredChunk], StoredPayload] = OrderedDict()
         self._lock = threading.Lock()
         self._decoder: ItemDecoder | None = None
