@@ -47,8 +47,9 @@ def bounding(boxes: Sequence[Box]) -> Box:
 
 
 def strides_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a C-contiguous array, in elements."""
-    return tuple(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1] if sizes else ()
+    """Strides of a C-contiguous array, in elements; as in torch, an axis of size 0 counts as 1."""
+    inner = [size or 1 for size in reversed(sizes[1:])]
+    return tuple(itertools.accumulate(inner, operator.mul, initial=1))[::-1] if sizes else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,11 @@ def covers(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
         bounds += (starts, stops)
     if not all(shape):
         return None  # no elements; boxes inside are empty too
-    if len(divided) == 1 and _chained(bounds[0], bounds[1], shape[divided[0]]):
-        return None
+    if len(divided) == 1:  # intervals that follow one another, in any order: the commonest tiling
+        intervals = sorted(pair for pair in zip(*bounds, strict=True) if pair[0] != pair[1])
+        chain = [0, *itertools.chain.from_iterable(intervals), shape[divided[0]]]
+        if chain[0::2] == chain[1::2]:
+            return None
 
     excess: dict[tuple[int, ...], int] = {}  # (start, stop) of each axis -> boxes there, less the one that is expected
     for key in zip(*bounds, strict=True) if divided else ((),) * len(boxes):
@@ -194,13 +198,6 @@ def _in_a_row(shape: tuple[int, ...], boxes: list[Box]) -> bool:
             return False
         start += sizes[axis]
     return start == shape[axis]
-
-
-def _chained(starts: list[int], stops: list[int], size: int) -> bool:
-    """Whether intervals of one axis, in any order, follow one another from 0 to `size`: the commonest tiling."""
-    intervals = sorted(pair for pair in zip(starts, stops, strict=True) if pair[0] != pair[1])
-    bounds = [0, *itertools.chain.from_iterable(intervals), size]
-    return bounds[0::2] == bounds[1::2]
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -277,7 +277,8 @@ class Crew:
     """Threads that do tasks in the order in which they are submitted. A context manager, for one caller.
 
     On leaving, all tasks are done, or the first error of a task is raised. After an error the tasks that have not begun
-    are dropped. If the caller leaves by an exception of its own, the tasks in progress end first.
+    are dropped. If the caller leaves by an exception of its own, the tasks in progress end first. `failure`: the first
+    error of a task, or what has interrupted the caller: a long task may end early then.
 
     Args:
         threads: tasks in progress at once, at most.
@@ -307,13 +308,8 @@ class Crew:
         self._unfinished = 0  # tasks
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._stopping = self._is_stuck = False
-
-    @property
-    def failed(self) -> bool:
-        """A task has failed, or the caller was interrupted: a long task may end early."""
-        return self._failure is not None
 
     def submit(
         self, work: Callable[[], T], release: Callable[[], object] | None = None, *, first: bool = False
@@ -327,7 +323,7 @@ class Crew:
         with self._condition:
             self._unfinished += 1
             (self._tasks.appendleft if first else self._tasks.append)(task)
-            if self._failure is not None:
+            if self.failure is not None:
                 self._drop_waiting()
             elif self._idle < len(self._tasks) and len(self._threads) < self._most:
                 thread = threading.Thread(
@@ -343,8 +339,8 @@ class Crew:
                 self._condition.notify_all()
         if not self._threads:
             self._work_on(wait=False)
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         return task
 
     def wait_for(self, ready: Callable[[], T]) -> T:
@@ -352,14 +348,14 @@ class Crew:
         slice_s = None if self._deadline_s is None else self._deadline_s / SLICES
         waited = 0  # slices, in each of which this process has run: in one long wait it may have been suspended
         with self._condition:
-            while self._failure is None:
+            while self.failure is None:
                 if value := ready():
                     return value
                 waited = 0 if self._condition.wait(slice_s) else waited + 1
-                if waited == SLICES and self._failure is None:
+                if waited == SLICES and self.failure is None:
                     self._is_stuck = True
                     self._fail(self._stuck())
-        raise self._failure
+        raise self.failure
 
     def result(self, task: Task[T]) -> T:
         """The value of a task; waits for it. Raises the first error of any task."""
@@ -367,7 +363,7 @@ class Crew:
         return task.value  # type: ignore[return-value]
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
+        self.failure = self.failure or error
         self._drop_waiting()
 
     def _drop_waiting(self) -> None:
@@ -441,7 +437,7 @@ def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, n
     crew = Crew(threads, name)
 
     def share() -> None:
-        while not crew.failed:
+        while crew.failure is None:
             with lock:
                 taken = list(islice(remaining, 1))
             if not taken:

@@ -104,7 +104,7 @@ _TIME, _DATE = 0, 0x0021  # 1980-01-01 00:00, the first moment that zip can name
 _UTF8 = 0x0800
 _UTF8_AND_DESCRIPTOR = 0x0808  # sizes and CRC of the payload follow it
 
-_PICKLE_NAME = b"archive/data.pkl"
+_PICKLE_NAME, _PAYLOAD_NAME = b"archive/data.pkl", b"archive/data/%d"
 
 
 def _local_header(name: bytes, version: int, flags: int, crc: int, size: int, extra_bytes: int = 0) -> bytes:
@@ -171,7 +171,7 @@ class PayloadFrame:
     @classmethod
     def of(cls, number: int, nbytes: int, offset: int) -> PayloadFrame:
         """Frame of a payload whose header is at `offset`; padding at its end moves the payload to a multiple of 64."""
-        name, zip64 = _payload_name(number), nbytes >= _ZIP64_FROM_BYTES
+        name, zip64 = _PAYLOAD_NAME % number, nbytes >= _ZIP64_FROM_BYTES
         # (This extra field is also what makes the data descriptor one of 8-byte sizes.)
         large = _zip64_extra(nbytes, nbytes) if zip64 else b""
         padding_bytes = -(offset + LOCAL_HEADER.size + len(name) + len(large) + 4) % ITEM_ALIGNMENT
@@ -231,7 +231,7 @@ class ArchiveLayout:
             if offset >= _MAX_32:
                 values.append(offset)
             version, extra = (_VERSION_45, _zip64_extra(*values)) if values else (_VERSION_20, b"")
-            entry = _payload_name(number), version, _UTF8_AND_DESCRIPTOR, crc, size
+            entry = _PAYLOAD_NAME % number, version, _UTF8_AND_DESCRIPTOR, crc, size
             yield _central_entry(*entry, min(offset, _MAX_32), extra)
 
     def end(self, crcs: Sequence[int]) -> bytes:
@@ -244,10 +244,6 @@ class ArchiveLayout:
             at += len(record)
         listed = b"".join(directory)
         return _CONSTANT_RECORDS + listed + _end_records(len(directory), len(listed), at, self._zip64)
-
-
-def _payload_name(number: int) -> bytes:
-    return b"archive/data/%d" % number
 
 
 # ---------------------------------------------------------------------------------------------------------- templates
@@ -404,7 +400,7 @@ def _form_of(item: ItemBytes, located: LocatedTensor) -> ItemForm | None:
     if located.crc32 is None or located.payload_offset > len(item.head) or tail_bytes > len(item.tail):
         return None
     tail = item.tail[-tail_bytes:]
-    entry = tail.rfind(_payload_name(0)) - DIRECTORY_ENTRY.size
+    entry = tail.rfind(_PAYLOAD_NAME % 0) - DIRECTORY_ENTRY.size
     crc_positions = len(_DESCRIPTOR_MARK), entry + 16
     stated = located.crc32.to_bytes(4, "little")
     if (

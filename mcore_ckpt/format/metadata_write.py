@@ -22,8 +22,8 @@ from __future__ import annotations
 import io
 import pickle
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
@@ -110,11 +110,11 @@ def _new(class_get: bytes, state: bytes) -> bytes:
     return class_get + b")\x81}(" + state + b"ub"
 
 
+@dataclass(slots=True)
 class _Memo:
     """Numbers of what has been memoized so far; MEMOIZE takes the next one."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
 
     def next(self) -> bytes:
         """The GET of what the MEMOIZE that is being emitted stores."""
@@ -182,16 +182,13 @@ class MetadataEncoder:
 
         The items of `manifest` are the tensors' chunks, then the objects; the index is put into it in columns.
         """
-        memo = _Memo()
-        memo.count = self._memo_count
-        meta = None if storage_meta is None else _plain_meta(storage_meta)
         renamed = files or {}
-
-        def rename(name: str) -> str:
-            return renamed.get(name, name)
-
-        file_names = b"".join(_text(rename(name)) + b"\x940" for name in self._files)
-        entries, places = self._emit_objects(memo, objects)
+        meta: dict[str, Any] | None = None
+        if storage_meta is not None:
+            meta = {name: None if storage_meta.get(name) is None else str(storage_meta[name]) for name in _IDS}
+            meta["modules"] = [str(name) for name in storage_meta.get("modules") or ()]
+        file_names = b"".join(_text(renamed.get(name, name)) + b"\x940" for name in self._files)
+        entries, places = self._emit_objects(_Memo(self._memo_count), objects)
         parts = [
             self._names,
             file_names,
@@ -212,18 +209,18 @@ class MetadataEncoder:
             return content
         # (The last is what earlier versions of this package ask for.)
         details = {"storage_meta": meta, "version": self._version, "has_local_plans": False}
-        return with_manifest(content, self._with_columns(manifest, objects, rename, details))
+        return with_manifest(content, self._with_columns(manifest, objects, renamed, details))
 
     def _with_columns(
         self,
         manifest: Manifest,
         objects: Mapping[str, ObjectEntry],
-        rename: Callable[[str], str],
+        renamed: Mapping[str, str],
         details: dict[str, Any],
     ) -> Manifest:
         """The manifest with the index in columns, if they can say all of it."""
         of_tensors = self._columns
-        own = [] if of_tensors is None else [rename(name) for name in of_tensors[1]]
+        own = [] if of_tensors is None else [renamed.get(name, name) for name in of_tensors[1]]
         named = {*own, *(entry.item.file for entry in objects.values())}
         if of_tensors is None or not named <= manifest.files.keys():
             return manifest
@@ -323,11 +320,6 @@ class MetadataEncoder:
 
 
 _IDS = ("checkpoint_id", "save_id", "load_id")
-
-
-def _plain_meta(fields: Mapping[str, Any]) -> dict[str, Any]:
-    ids = {name: None if fields.get(name) is None else str(fields[name]) for name in _IDS}
-    return {**ids, "modules": [str(name) for name in fields.get("modules") or ()]}
 
 
 def encode_metadata(

@@ -31,6 +31,7 @@ from contextlib import suppress
 from functools import lru_cache, reduce
 from typing import Any, Final
 
+from mcore_ckpt.core.boxes import strides_of
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError
 from mcore_ckpt.format.tensor_pickle import (
@@ -38,7 +39,6 @@ from mcore_ckpt.format.tensor_pickle import (
     StorageReference,
     WrongArgumentsError,
     checked_size,
-    contiguous_strides,
     described,
     stored_storage,
 )
@@ -459,7 +459,7 @@ class ObjectRules(Rules):
         _wants(isinstance(hooks, dict) and not hooks and type(grad) is bool, "no hooks")
         untyped, name = storage._untyped_storage, str(dtype).removeprefix("torch.")  # noqa: SLF001 (`untyped()` warns)
         found = described(StorageReference("", name, untyped.nbytes()), name, *place)
-        strides = found.strides or contiguous_strides(found.shape)
+        strides = found.strides or strides_of(found.shape)
         tensor = torch.empty((0,), dtype=dtype).set_(untyped, found.offset, found.shape, strides)
         if flags:
             _wants(type(flags) is dict and set(flags) <= {"conj", "neg"}, "conj or neg")

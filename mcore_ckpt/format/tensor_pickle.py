@@ -177,18 +177,13 @@ _AFTER_COUNT = _TUPLE + _BINPERSID + _int(0)  # ends the storage's id; the tenso
 def tensor_pickle(dtype: str, shape: Sequence[int], element_count: int) -> bytes:
     """The `data.pkl` of a C-contiguous tensor that fills storage `0`; `element_count` is the product of `shape`."""
     before_count, scale, after_strides = _PROGRAMS[dtype]
-    place = _tuple(shape) + _tuple(contiguous_strides(shape))
+    place = _tuple(shape) + _tuple(strides_of(shape))
     return b"".join((before_count, _int(element_count * scale), _AFTER_COUNT, place, after_strides))
 
 
 def _tuple(values: Sequence[int]) -> bytes:
     ints = b"".join(map(_int, values))
     return ints + _SHORT_TUPLES[len(values)] if len(values) < 4 else _MARK + ints + _TUPLE
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a C-contiguous tensor; as in torch, an axis of size 0 counts as 1."""
-    return strides_of([size or 1 for size in shape])
 
 
 # ------------------------------------------------------------------------------------------------------------ read
@@ -261,7 +256,7 @@ def described(storage: Any, dtype: str, offset: Any, size: Any, stride: Any) -> 
     if last >= held:
         raise WrongArgumentsError(f"elements up to {last} inside a storage of {held}")
     # The stride of an axis of one element says nothing.
-    steps = zip(size, stride, contiguous_strides(size), strict=True)
+    steps = zip(size, stride, strides_of(size), strict=True)
     strided = last >= 0 and any(n > 1 and step != plain for n, step, plain in steps)
     at = offset if last >= 0 else 0
     return FileTensor(storage.record, dtype, at, size, stride if strided else (), storage.nbytes)

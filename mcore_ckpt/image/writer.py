@@ -361,12 +361,6 @@ class ImageWriter:
         self._files.append(ImageStream(self, writer, planned, around))
         return self._files[-1]
 
-    def write_windows(self, writer: RangeWriter, planned: PlannedFile, fill: Fill) -> None:
-        """Write an image whose windows `fill` sets, on this thread."""
-        stream = self.open(writer, planned)
-        stream.fill(fill)
-        stream.close()
-
     def lend(self, stream: ImageStream) -> memoryview:
         """A buffer for a stream that has none."""
         if len(self._setting) == self._pool.windows:
@@ -436,7 +430,7 @@ class ImageWriter:
             for stream in self._setting.values():
                 assert stream.buffer is not None
                 self._pool.give_back(stream.buffer)
-            if error is not None or self._crew.failed:
+            if error is not None or self._crew.failure is not None:
                 for stream in self._files:
                     stream.writer.abort()
         if error is None:
@@ -510,9 +504,9 @@ def write_preloaded_data(
     """
     writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes)
     writer.is_unique = True  # the name has the save's id; the coordinator looks at the files of all ranks
-    fill = partial(_copy_window, content) if isinstance(content, memoryview) else content
-    images.write_windows(writer, planned, fill)
-
-
-def _copy_window(image: memoryview, window: Window, buffer: memoryview) -> None:
-    copy_bytes(buffer, image[window.start : window.stop])
+    stream = images.open(writer, planned)
+    if isinstance(content, memoryview):
+        stream.fill(lambda window, view: copy_bytes(view, content[window.start : window.stop]))
+    else:
+        stream.fill(content)
+    stream.close()

@@ -136,18 +136,13 @@ def global_shape(index: CheckpointIndex, entry: TensorEntry) -> tuple[int, ...]:
     return shape
 
 
-def stretch_of(entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...]) -> Stretch:
-    """Where a chunk lies in a tensor of this global shape (`global_shape`)."""
-    return Stretch.of_chunk(entry.shape, chunk.offsets, chunk.sizes, element_bytes(entry.dtype), shape)
-
-
 def part_of_chunk(
     entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...], crc: int | None, read: Callable[[int, int], Any]
 ) -> int:
     """What a chunk of a tensor of this global shape adds; `read(first, count)` gives the bytes of so many of its
     elements, `crc` is the stored CRC-32 of all, if any. `ChecksumError`: they were read, and do not have it.
     """
-    stretch = stretch_of(entry, chunk, shape)
+    stretch = Stretch.of_chunk(entry.shape, chunk.offsets, chunk.sizes, element_bytes(entry.dtype), shape)
     if not stretch.elems:
         return 0
     if crc is not None and (part := part_of_run(crc, stretch)) is not None:

@@ -457,12 +457,19 @@ def _load(reader: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[
         with reader.conversions.of_one_load(), reader.files_stay_open():
             read_shards(reader, plain)
             read_quantized(partial(read_shards, reader), quantized)
-            keys = (leaf.unique_key for leaf in sharded_objects)
-            objects = _ObjectsInTurn(reader.read_objects(keys, own_version))
+            stored = reader.read_objects((leaf.unique_key for leaf in sharded_objects), own_version)
     except LoadError as error:
         error.args = (f"{error}{_advice_on(reader, tensors, sharded_objects)}",)
         raise
-    loaded: dict[str, Any] = filled(sharded_state_dict, objects.of)
+    # Objects that were saved together under one key are given one by one, in their order.
+    left = {key: iter(value if isinstance(value, list) else [value]) for key, value in stored.items()}
+
+    def object_of(leaf: Any) -> Any:
+        for value in left[leaf.unique_key]:
+            return value
+        raise KindMismatchError(f"{leaf.unique_key}: more objects are requested than are stored under this key")
+
+    loaded: dict[str, Any] = filled(sharded_state_dict, object_of)
     return loaded
 
 
@@ -476,18 +483,6 @@ def _advice_on(reader: CheckpointReader, shards: Iterable[Any], objects: Iterabl
     if keys and any("rng_state/" in key for key in reader.index.objects):
         return ". Random states are stored for another division of the ranks, and cannot follow: add --no-load-rng"
     return ""
-
-
-class _ObjectsInTurn:
-    """Objects that were saved together under one key are handed out one by one, in their order."""
-
-    def __init__(self, stored: Mapping[str, Any]) -> None:
-        self._left = {key: iter(value if isinstance(value, list) else [value]) for key, value in stored.items()}
-
-    def of(self, leaf: Any) -> Any:
-        for value in self._left[leaf.unique_key]:
-            return value
-        raise KindMismatchError(f"{leaf.unique_key}: more objects are requested than are stored under this key")
 
 
 # --- strategies by action, backend and version -----------------------------------------------------------------------

@@ -270,7 +270,7 @@ def _write_part(run: _Run, part: Part, prepared: Sequence[Prepared]) -> None:
         }
         ahead = read_ahead(payloads, (move.division for move in part.moves), readers, ahead_buffers)
         for move in part.moves:
-            if run.crew.failed:
+            if run.crew.failure is not None:
                 raise SaveError("another part has failed")  # which has told its error
             entry = move.division.entry
             feeds = {number: streams[file].feed for number, file in enumerate(move.files)}

@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from mcore_ckpt.core.boxes import strides_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item import ArchiveLayout, element_bytes
 from mcore_ckpt.format.safe_pickle import MEGATRON_CLASSES
 from mcore_ckpt.format.state_file import StateRecord, read_state_file
-from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, contiguous_strides, dtype_entry
+from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, dtype_entry
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.image.layout import FileImage
 from mcore_ckpt.reshard.plan import Part, TargetFile, TargetPlan, all_in_one
@@ -210,7 +211,7 @@ class _StatePickler(_Pickler):  # type: ignore[misc]
         self.tensors.append(tensor)
         count = math.prod(tensor.shape)
         hooks: OrderedDict[str, Any] = OrderedDict()
-        place = 0, tensor.shape, contiguous_strides(tensor.shape), False, hooks
+        place = 0, tensor.shape, strides_of(tensor.shape), False, hooks
         if kind is not None:
             return _REBUILD_V2, (_Storage(self._torch(kind), number, count), *place)
         return _REBUILD_V3, (_Storage(_UNTYPED, number, tensor.nbytes), *place, self._torch(tensor.dtype))

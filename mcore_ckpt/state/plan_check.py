@@ -183,7 +183,7 @@ def check_saves(plans: Sequence[LocalPlan], accesses: Sequence[Sequence[bytes]] 
     if any(of_rank[0] for of_rank in accesses):
         # On some rank a wrapper has chosen others to write than are main replicas.
         pairs = zip(accesses, plans, strict=True)
-        planned = check_plans([LocalPlan.decode(mains[0]) if mains[0] else plan for mains, plan in pairs])
+        planned = check_plans([decoded_plans(mains[:1])[0] if mains[0] else plan for mains, plan in pairs])
     _check_replicas(planned, accesses, _SAVES)
     _check_objects(planned, accesses)
 

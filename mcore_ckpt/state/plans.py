@@ -56,21 +56,16 @@ class LocalPlan:
         # A tenth of the bytes for a tenth of the time: keys and shapes are alike. The coordinator keeps those of all.
         return zlib.compress(columns, 1)
 
-    @classmethod
-    def decode(cls, data: bytes, known_keys: dict[bytes, list[str]] | None = None) -> LocalPlan:
-        """The inverse of `encode`; only for bytes that a rank of this process group sent. `known_keys`: lists of plans
-        decoded before, one of which this plan shares if its keys are the same.
-        """
-        encoded_keys, *others = pickle.loads(zlib.decompress(data))
-        keys = None if known_keys is None else known_keys.get(encoded_keys)
-        if keys is None:
-            keys = pickle.loads(encoded_keys)
-            if known_keys is not None:
-                known_keys[encoded_keys] = keys
-        return cls(keys, *others)
-
 
 def decoded_plans(encoded: Iterable[bytes]) -> list[LocalPlan]:
-    """Plans of several ranks. Those with the same keys, as most ranks of a large job have, share one list of them."""
+    """Plans of several ranks of this process group. Those with the same keys, as most ranks of a large job have, share
+    one list of them.
+    """
     known_keys: dict[bytes, list[str]] = {}
-    return [LocalPlan.decode(plan, known_keys) for plan in encoded]
+    plans = []
+    for data in encoded:
+        encoded_keys, *columns = pickle.loads(zlib.decompress(data))
+        if encoded_keys not in known_keys:
+            known_keys[encoded_keys] = pickle.loads(encoded_keys)
+        plans.append(LocalPlan(known_keys[encoded_keys], *columns))
+    return plans

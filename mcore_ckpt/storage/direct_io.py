@@ -19,7 +19,7 @@ report.
 
 On file systems that hosts share, another host may just have replaced or removed a file. For some seconds GlusterFS
 gives a name's old file from its caches, or answers ESTALE; NFS answers so of an open file that is gone. A server that
-is asked knows better. So the server has to `confirm` what was opened, and a look that is answered ESTALE is repeated
+is asked knows better. So the server has to confirm what was opened, and a look that is answered ESTALE is repeated
 for half a minute (`look_again`), as clients of NFS do. Before that the directory is listed: clients take names from the
 server then. Looks only: no change of a file is asked for twice.
 """
@@ -86,15 +86,6 @@ def was_there() -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), error.filename) from error
-
-
-def confirm(fd: int) -> None:
-    """Ask the server for the file that was opened; raises ESTALE if it is gone."""
-    try:
-        os.getxattr(fd, _ATTRIBUTE)
-    except OSError as error:
-        if error.errno in (errno.ESTALE, errno.ENOENT):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
 
 
 def close_read(fd: int) -> None:
@@ -358,7 +349,11 @@ def _open_once(path: str, root: str | os.PathLike[str], name: str, flags: int, f
         with was_there() if seen else contextlib.nullcontext():
             fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | no_link | flags, dir_fd=folder)
     try:
-        confirm(fd)
+        try:
+            os.getxattr(fd, _ATTRIBUTE)  # the server is asked for the file that was opened
+        except OSError as error:
+            if error.errno in (errno.ESTALE, errno.ENOENT):  # it is gone
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
         _check_regular(path, os.fstat(fd).st_mode)
     except BaseException:
         close_read(fd)

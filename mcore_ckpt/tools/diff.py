@@ -415,7 +415,12 @@ def diff_checkpoints(
                 results, read_bytes = _compare_values(payloads_a, payloads_b, comparable, workers, progress)
             differing = _differing_objects(payloads_a, payloads_b, objects)
         common_values, not_compared = ([], ()) if only else _compare_common_states(left, right)
-    within = {key for key, result in results.items() if _is_within(result, rtol, atol)}
+    within = {
+        key
+        for key, one in results.items()
+        if not one.differing
+        or (one.measured and not one.nan_mismatches and (one.max_abs <= atol or one.max_rel <= rtol))
+    }
     found = [
         TensorDiff(key, x.dtype, y.dtype, x.shape, y.shape, results.get(key), key in within, crcs.get(key))
         for key, (x, y) in pairs.items()
@@ -434,11 +439,6 @@ def diff_checkpoints(
         not_compared=not_compared,
         optimizer_layouts=(optimizer_layout(left, {}), optimizer_layout(right, {})),
     )
-
-
-def _is_within(found: Difference, rtol: float, atol: float) -> bool:
-    measured = found.measured and not found.nan_mismatches and (found.max_abs <= atol or found.max_rel <= rtol)
-    return measured or not found.differing
 
 
 def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[list[CommonDiff], tuple[str, ...]]:

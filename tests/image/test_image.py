@@ -78,7 +78,9 @@ def test_images_that_are_fed_in_turn_are_those_that_are_filled(seed: int, tmp_pa
                 content += bucket.around(number) + payload
             content += bucket.around(len(payloads))
             writer, image = storage.open_writer(f"{bucket.file.name} filled"), memoryview(content)
-            whole.write_windows(writer, bucket.file, lambda window, view, image=image: fill(window, view, image))
+            stream = whole.open(writer, bucket.file)
+            stream.fill(lambda window, view, image=image: fill(window, view, image))
+            stream.close()
     for fed, filled in zip(images.results, whole.results, strict=True):
         assert (tmp_path / fed.name).read_bytes() == (tmp_path / f"{fed.name} filled").read_bytes()
         assert replace(fed, write_s=0, fsync_s=0) == replace(filled, write_s=0, fsync_s=0)

@@ -83,7 +83,9 @@ def test_a_file_that_is_written_by_windows_holds_its_items_and_their_sums(
     with tempfile.TemporaryDirectory() as directory:
         with ImageWriter(pool, io_threads=io_threads) as images:
             file = LocalStorage(directory).open_writer("f", direct="off")
-            images.write_windows(file, source.bucket.file, source.fill)
+            stream = images.open(file, source.bucket.file)
+            stream.fill(source.fill)
+            stream.close()
         assert Path(directory, "f").read_bytes() == expected
     assert list(images.results[0].crcs) == [crc32(payload(tensor)) for tensor in tensors]
 
