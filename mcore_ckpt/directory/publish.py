@@ -123,9 +123,6 @@ def discard(storage: Storage, files: Iterable[str]) -> None:
         _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
 
 
-_PIECE_BYTES = 16 * 1024 * 1024
-
-
 def sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> ManifestFile | None:
     """The entry of a file as it is now in the manifest of a save; None if there is no such file."""
     try:
@@ -134,8 +131,8 @@ def sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> Ma
         return None
     with opened as reader:
         value = 0
-        for at in range(0, reader.size_bytes, _PIECE_BYTES):
-            value = crc32(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)), value)
+        for content in reader.pieces():
+            value = crc32(content, value)
         return ManifestFile(reader.size_bytes, value, save_id)
 
 

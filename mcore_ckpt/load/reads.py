@@ -52,9 +52,8 @@ from mcore_ckpt.load.records import (
     PartSum,
     PayloadSums,
     ReadStats,
+    check_content,
     check_proportion,
-    check_records,
-    checksum_error,
     chunk_name,
     contiguous_around,
     item_name,
@@ -111,7 +110,10 @@ class ItemDecoder:
                 for span, content in zip(few, contents, strict=True):
                     for extent in span.extents:
                         stored = content[extent.start - span.start : extent.stop - span.start]
-                        yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
+                        item = extent.owner.item
+                        checked = check_content(stored, item_name(extent.owner.fqn, item), item.crc32)
+                        self._stats.add(records_checked=checked)
+                        yield extent.owner, stored
                         self._stats.add(bytes_needed=len(stored))
 
     def tensor(self, fqn: str, chunk: StoredChunk, dtype: torch.dtype, reason: str) -> torch.Tensor:
@@ -126,11 +128,11 @@ class ItemDecoder:
             )
         with self._opened() as files:
             stored = self._read(files, fqn, chunk.item)
-        content = self._checked(fqn, chunk.item, stored, is_object=False)
-        self._stats.add(fallbacks=1)
+        # (What is no object has the CRC-32 of its payload alone in the index.)
+        self._stats.add(records_checked=check_content(stored, item_name(fqn, chunk.item)), fallbacks=1)
         try:
             # (The CRC-32 of each record was compared above.)
-            loaded = load_object(content, self._options.allowed_classes, where=where, verify_crc=False)
+            loaded = load_object(stored, self._options.allowed_classes, where=where, verify_crc=False)
         except CorruptCheckpointError:
             raise
         except Exception as error:
@@ -154,21 +156,6 @@ class ItemDecoder:
         with naming(partial(item_name, fqn, item)), files.reader(item.file) as reader:
             stored = reader.read(item.offset, item.length)
         self._stats.add(reads=1, bytes_read=len(stored))
-        return stored
-
-    def _checked(self, fqn: str, item: StoredItem, stored: bytes, *, is_object: bool) -> bytes:
-        """The item's container, checksums compared."""
-        where = item_name(fqn, item)
-        # What is no object has the CRC-32 of its payload alone in the index.
-        if item.crc32 is not None and is_object:
-            got = crc32(stored)
-            if got != item.crc32:
-                raise checksum_error(where, "its bytes have", got, item.crc32)
-        view = memoryview(stored)
-        checked = check_records(
-            lambda at, length: stored[at : at + length], lambda at, n: crc32(view[at : at + n]), len(stored), where
-        )
-        self._stats.add(records_checked=checked)
         return stored
 
 

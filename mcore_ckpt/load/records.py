@@ -507,3 +507,13 @@ def check_records(
             raise checksum_error(where, what, got, expected)
         checked += 1
     return checked
+
+
+def check_content(content: bytes, where: str, crc: int | None = None) -> int:
+    """As `check_records`, of an item that is in memory; `crc`: of all its bytes, if that is known."""
+    if crc is not None and (got := crc32(content)) != crc:
+        raise checksum_error(where, "its bytes have", got, crc)
+    view = memoryview(content)
+    return check_records(
+        lambda at, length: content[at : at + length], lambda at, n: crc32(view[at : at + n]), len(content), where
+    )

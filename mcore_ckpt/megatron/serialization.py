@@ -536,9 +536,6 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         return {}
 
 
-_PIECE_BYTES: Final = 8 * 1024 * 1024
-
-
 def with_own_files(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     """Megatron's `save_integrity_manifest`, from 0.17 on (`--verify-integrity`): `integrity.json` with the SHA-256 of
     each file that belongs to the checkpoint. Megatron's own function sums up whatever lies there, and later loads fail
@@ -571,6 +568,6 @@ def with_own_files(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 def _sha256(storage: Storage, name: str) -> str:
     found = hashlib.sha256()
     with storage.open_reader(name, direct="off") as reader:
-        for at in range(0, reader.size_bytes, _PIECE_BYTES):
-            found.update(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)))
+        for content in reader.pieces():
+            found.update(content)
     return found.hexdigest()

@@ -133,6 +133,11 @@ class RangeReader(ABC):
         self.read_into(offset, memoryview(buffer))
         return bytes(buffer)
 
+    def pieces(self, piece_bytes: int = 8 * 1024 * 1024) -> Iterator[bytes]:
+        """All of the file, from front to back."""
+        for at in range(0, self.size_bytes, piece_bytes):
+            yield self.read(at, min(piece_bytes, self.size_bytes - at))
+
     def is_cached(self, offset: int, length: int) -> bool:
         """Whether this host's memory most likely holds bytes `[offset, offset + length)`: short reads cost no more."""
         return False

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry, TensorEntry, is_flat_bucket
@@ -23,7 +22,7 @@ from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import checked_footer, read_common_file
 from mcore_ckpt.format.state_file import read_plain
 from mcore_ckpt.format.unpickler import Opaque
-from mcore_ckpt.load.records import check_records, checksum_error
+from mcore_ckpt.load.records import check_content
 from mcore_ckpt.storage.resolve import storage_at
 
 
@@ -252,7 +251,7 @@ def stored_common_state(index: CheckpointIndex) -> StoredState | None:
     if file is not None:
         where = storage.path(file)
         content = read_common_file(storage, file, index.manifest)
-        _check_records(content, where)
+        check_content(content, where)
         return StoredState(where, content)
     entry = index.objects.get(COMMON_STATE_KEY)
     if entry is None:
@@ -285,18 +284,8 @@ def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
     with storage_at(index.path).open_reader(item.file) as reader:
         checked_footer(index, item.file, reader)
         content = reader.read(item.offset, item.length)
-    if item.crc32 is not None and (got := crc32(content)) != item.crc32:
-        raise checksum_error(where, "its bytes have", got, item.crc32)
-    _check_records(content, where)
+    check_content(content, where, item.crc32)
     return content
-
-
-def _check_records(content: bytes, where: str) -> None:
-    def read(offset: int, length: int) -> bytes:
-        return content[offset : offset + length]
-
-    view = memoryview(content)
-    check_records(read, lambda offset, length: crc32(view[offset : offset + length]), len(content), where)
 
 
 # A few bytes of pickle can refer to one list or text many times over; no common state has that many values.

@@ -164,9 +164,6 @@ def _checkpoints_in(path: Path, folders: Collection[str]) -> list[Path]:
     return found[:1] if found[:1] == [path] else found
 
 
-_COPY_BYTES = 4 * 1024**2
-
-
 @dataclass(frozen=True, slots=True)
 class Places:
     """The checkpoint that is read and the one that is made, both directories."""
@@ -216,9 +213,11 @@ def _next_to_checkpoints(run: Path) -> tuple[str, ...]:
 
 def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
     """Copy a file of any size, durably."""
+    at = 0
     try:
-        for at in range(0, given.size_bytes, _COPY_BYTES):
-            writer.write(at, memoryview(given.read(at, min(_COPY_BYTES, given.size_bytes - at))))
+        for content in given.pieces():
+            writer.write(at, memoryview(content))
+            at += len(content)
         writer.finish(given.size_bytes)
     except BaseException:
         writer.abort()
