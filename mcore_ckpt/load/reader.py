@@ -40,7 +40,7 @@ from mcore_ckpt.storage.resolve import storage_at
 
 
 class BucketedParameters(Protocol):
-    """What reads the states of parameters that are stored in flat buckets (`load/parameters.py`)."""
+    """What reads the states of parameters that are stored in flat buckets (`megatron/other_division.py`)."""
 
     def __contains__(self, key: str) -> bool:
         """Whether it reads what is requested under that key."""

@@ -51,7 +51,7 @@ from mcore_ckpt.state.shards import is_main_replica, leaves
 from mcore_ckpt.storage.resolve import storage_at
 
 if TYPE_CHECKING:
-    from mcore_ckpt.load.parameters import BucketReads
+    from mcore_ckpt.megatron.other_division import BucketReads
 
 # --- the call in progress ---------------------------------------------------------------------------------------------
 
