@@ -50,7 +50,6 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     INTEGRITY_FILE,
-    MAX_METADATA_BYTES,
     METADATA_FILE,
     parse_index,
     read_common_file,
@@ -130,7 +129,7 @@ def files_of(directory: Path) -> CheckpointFiles:
     """What there is to copy. Raises `LoadError`."""
     storage = storage_at(directory)
     judged = JudgedFiles(storage)
-    metadata = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+    metadata = read_small_file(directory, METADATA_FILE)
     index = parse_index(metadata, str(directory))
     names = with_common_files(storage, storage.list(), index)
     data = tuple(sorted(index_files(index)))
@@ -357,7 +356,7 @@ def own_files(directory: Path) -> list[str]:
     """Names of the files in a directory itself, but not in folders, that a copy of the checkpoint has, too. Raises
     `LoadError`.
     """
-    index = parse_index(read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES), str(directory))
+    index = parse_index(read_small_file(directory, METADATA_FILE), str(directory))
     data = index_files(index)
     return [
         name

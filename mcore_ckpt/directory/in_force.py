@@ -57,7 +57,7 @@ def index_files(index: CheckpointIndex) -> set[str]:
 def read_in_force(storage: Storage) -> CheckpointIndex | None:
     """The index in force; None, and a warning, if it cannot be read."""
     try:
-        return parse_index(_content(storage), str(storage))
+        return parse_index(storage.read(METADATA_FILE, MAX_METADATA_BYTES), str(storage))
     except CheckpointNotFoundError:
         return None
     except LoadError as error:
@@ -67,23 +67,12 @@ def read_in_force(storage: Storage) -> CheckpointIndex | None:
         return None
 
 
-def _content(storage: Storage) -> bytes:
-    """The content of `.metadata`, if it is not too large for one; raises as `Storage.read`."""
-    with storage.open_reader(METADATA_FILE) as reader:
-        if reader.size_bytes > MAX_METADATA_BYTES:
-            raise CorruptCheckpointError(
-                f"{storage}/{METADATA_FILE}: expected at most {MAX_METADATA_BYTES} bytes, the file has "
-                f"{reader.size_bytes}"
-            )
-        return reader.read(0, reader.size_bytes)
-
-
 def is_in_force(storage: Storage, save_id: bytes) -> bool:
     """Whether the `.metadata` in force names files of that save, or cannot be read. (A coordinator that is interrupted
     right after it has published reports a failure; data files must stay then.)
     """
     try:
-        content = _content(storage) if storage.exists(METADATA_FILE) else b""
+        content = storage.read(METADATA_FILE, MAX_METADATA_BYTES) if storage.exists(METADATA_FILE) else b""
     except (LoadError, OSError):
         return True
     return id_in_names(save_id).encode() in content

@@ -45,7 +45,6 @@ from mcore_ckpt.format.index import (
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
-    MAX_CONFIG_BYTES,
     checked_footer,
     encode_config,
     open_index,
@@ -365,7 +364,7 @@ def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) 
 def config_flaw(directory: Path) -> str | None:
     """Why Megatron-Core could not load by the `metadata.json` in a directory; None if it can. Raises `LoadError`."""
     read_config(directory)
-    fields = json.loads(read_small_file(directory, CONFIG_FILE, MAX_CONFIG_BYTES))
+    fields = json.loads(read_small_file(directory, CONFIG_FILE))
     known = json.loads(encode_config())
     wrong = [
         name

@@ -44,7 +44,6 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     INTEGRITY_FILE,
-    MAX_METADATA_BYTES,
     METADATA_FILE,
     parse_index,
     read_index,
@@ -258,7 +257,7 @@ def accept_common_file(path: Path) -> str | None:
     storage = storage_at(path)
     commit = Commit.begin(storage)
     try:
-        content = read_small_file(path, METADATA_FILE, MAX_METADATA_BYTES)
+        content = read_small_file(path, METADATA_FILE)
         pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")
         if manifest is None:
             raise CorruptCheckpointError(

@@ -65,7 +65,7 @@ def index_name(rank: int | None) -> str:
 
 def open_index(path: str | Path, rank: int | None = None) -> RangeReader:
     """The file that `read_index` reads. Raises `CheckpointNotFoundError`, `CorruptCheckpointError`."""
-    return _open_small_file(checkpoint_path(path), index_name(rank), MAX_METADATA_BYTES)
+    return _open_small_file(checkpoint_path(path), index_name(rank))
 
 
 def read_index(
@@ -79,9 +79,9 @@ def read_index(
     """
     directory, name = checkpoint_path(path), index_name(rank)
     if opened is None:
-        data = read_small_file(directory, name, MAX_METADATA_BYTES)
+        data = read_small_file(directory, name)
     else:
-        data = opened.read(0, opened.size_bytes)
+        data = opened.read_all(MAX_METADATA_BYTES)
     return parse_index(data, str(directory), strict=strict, name=name)
 
 
@@ -132,7 +132,7 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
     """
     directory = checkpoint_path(path)
     try:
-        text = read_small_file(directory, CONFIG_FILE, MAX_CONFIG_BYTES)
+        text = read_small_file(directory, CONFIG_FILE)
     except CheckpointNotFoundError:
         return None
     try:
@@ -163,23 +163,20 @@ def encode_config() -> bytes:
     return json.dumps({**sharded, "common_backend": "torch", "common_backend_version": 1}).encode()
 
 
-def read_small_file(directory: Path, name: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
-    """All of a file that has no reason to be large. Raises `LoadError`, of the class that says why."""
-    with _open_small_file(directory, name, max_bytes, follow_links=follow_links) as reader:
-        return reader.read(0, reader.size_bytes)
+def read_small_file(directory: Path, name: str, max_bytes: int | None = None, *, follow_links: bool = False) -> bytes:
+    """All of a file that has no reason to be large, by default as large as an index or `metadata.json` may be. Raises
+    `LoadError`, of the class that says why.
+    """
+    default_bytes = MAX_CONFIG_BYTES if name == CONFIG_FILE else MAX_METADATA_BYTES
+    with _open_small_file(directory, name, follow_links=follow_links) as reader:
+        return reader.read_all(default_bytes if max_bytes is None else max_bytes)
 
 
-def _open_small_file(directory: Path, name: str, max_bytes: int, *, follow_links: bool = False) -> RangeReader:
+def _open_small_file(directory: Path, name: str, *, follow_links: bool = False) -> RangeReader:
     try:
-        reader = storage_at(directory, follow_links=follow_links).open_reader(name, direct="off")
+        return storage_at(directory, follow_links=follow_links).open_reader(name, direct="off")
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(_not_found(directory, name)) from error
-    if reader.size_bytes > max_bytes:
-        reader.close()
-        raise CorruptCheckpointError(
-            f"{reader.name}: expected at most {max_bytes} bytes, the file has {reader.size_bytes}"
-        )
-    return reader
 
 
 def _not_found(directory: Path, name: str) -> str:
@@ -224,11 +221,7 @@ def read_common_file(storage: Storage, name: str, manifest: Manifest | None) -> 
     with opened as reader:
         if expected is not None and reader.size_bytes != expected.size_bytes:
             raise _other_file(storage, name, expected, f"{reader.size_bytes} bytes")
-        if expected is None and reader.size_bytes > MAX_COMMON_BYTES:
-            raise CorruptCheckpointError(
-                f"{storage}/{name}: expected at most {MAX_COMMON_BYTES} bytes, the file has {reader.size_bytes}"
-            )
-        content = reader.read(0, reader.size_bytes)
+        content = reader.read_all(MAX_COMMON_BYTES if expected is None else None)
     if expected is not None and (got := crc32(content)) != expected.table_crc32:
         raise _other_file(storage, name, expected, f"CRC-32 {got:#010x}")
     return content

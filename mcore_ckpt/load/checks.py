@@ -24,7 +24,6 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, TABLE_HEAD, Columns, FileFooter, split_metadata
 from mcore_ckpt.format.item import Forms, element_bytes, locate_tensor
 from mcore_ckpt.format.metadata_read import (
-    MAX_METADATA_BYTES,
     METADATA_FILE,
     checked_footer,
     parse_index,
@@ -424,7 +423,7 @@ def pickle_differs(path: str | Path) -> str | None:
     Others read the pickle, this package the columns. Raises as `read_index`.
     """
     directory = checkpoint_path(path)
-    data = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+    data = read_small_file(directory, METADATA_FILE)
     pickled, manifest = split_metadata(data, str(directory / METADATA_FILE))
     if manifest is None or manifest.columns is None:
         return None

@@ -52,7 +52,6 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     INTEGRITY_FILE,
-    MAX_METADATA_BYTES,
     METADATA_FILE,
     read_common_file,
     read_config,
@@ -222,7 +221,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
     file: str | None = COMMON_FILE if COMMON_FILE in names else None
     manifest: Manifest | None = None
     if METADATA_FILE in names:
-        content = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+        content = read_small_file(directory, METADATA_FILE)
         pickled, manifest = split_metadata(content, str(directory / METADATA_FILE))
         if _index_decides(pickled, names):
             reader = opened_reader(directory, options, version)

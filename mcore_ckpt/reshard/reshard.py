@@ -26,7 +26,6 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     INTEGRITY_FILE,
-    MAX_CONFIG_BYTES,
     METADATA_FILE,
     read_common_file,
     read_index,
@@ -335,4 +334,4 @@ def _carry_sidecars(
         check_file(source, common)
         target.put(COMMON_FILE, content if common_content is None else common_content)
     if source.exists(CONFIG_FILE):
-        target.put(CONFIG_FILE, read_small_file(path, CONFIG_FILE, MAX_CONFIG_BYTES))
+        target.put(CONFIG_FILE, read_small_file(path, CONFIG_FILE))

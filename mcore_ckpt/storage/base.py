@@ -51,14 +51,18 @@ def check_name(name: str) -> str:
     return name
 
 
+def shown(error: OSError) -> str:
+    """An error of the system, as messages show it."""
+    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
+
+
 class OutcomeUnknownError(SaveError):
     """A store has not said what has become of a put: what was put may still arrive."""
 
 
 def save_error(what: str, path: str, error: OSError) -> SaveError:
     """What a failed write is told as."""
-    code = errno.errorcode.get(error.errno or 0, "no errno")
-    return SaveError(f"{path}: {what} failed: {error.strerror or error} ({code}); {advice(error.errno, 'save')}")
+    return SaveError(f"{path}: {what} failed: {shown(error)}; {advice(error.errno, 'save')}")
 
 
 @contextmanager
@@ -97,8 +101,7 @@ def open_error(path: str, error: OSError) -> LoadError:
         return CheckpointNotFoundError(
             f"{path}: no such file; the path is wrong, or the checkpoint is incomplete or was deleted meanwhile"
         )
-    code = errno.errorcode.get(error.errno or 0, "no errno")
-    return LoadError(f"{path}: cannot be opened: {error.strerror or error} ({code}); {advice(error.errno)}")
+    return LoadError(f"{path}: cannot be opened: {shown(error)}; {advice(error.errno)}")
 
 
 class FileVersion(NamedTuple):
@@ -132,6 +135,14 @@ class RangeReader(ABC):
         buffer = bytearray(length)
         self.read_into(offset, memoryview(buffer))
         return bytes(buffer)
+
+    def read_all(self, most_bytes: int | None = None) -> bytes:
+        """All of the file, which has no reason to be longer than `most_bytes`; else `CorruptCheckpointError`."""
+        if most_bytes is not None and self.size_bytes > most_bytes:
+            raise CorruptCheckpointError(
+                f"{self.name}: expected at most {most_bytes} bytes, the file has {self.size_bytes}"
+            )
+        return self.read(0, self.size_bytes)
 
     def pieces(self, piece_bytes: int = 8 * 1024 * 1024) -> Iterator[bytes]:
         """All of the file, from front to back."""
@@ -282,10 +293,10 @@ class Storage(ABC):
         there.
         """
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Exactly the bytes `[offset, offset + length)` of a file, by default to its end. Raises `LoadError`."""
+    def read(self, name: str, most_bytes: int | None = None) -> bytes:
+        """All of a file; raises as `open_reader` and `RangeReader.read_all`."""
         with self.open_reader(name) as reader:
-            return reader.read(offset, reader.size_bytes - offset if length is None else length)
+            return reader.read_all(most_bytes)
 
     @contextmanager
     def in_use(self, name: str) -> Iterator[None]:

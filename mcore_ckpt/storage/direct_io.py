@@ -52,6 +52,7 @@ from mcore_ckpt.storage.base import (
     align_up,
     check_name,
     saving,
+    shown,
 )
 
 _T = TypeVar("_T")
@@ -453,11 +454,8 @@ class LocalReader(RangeReader):
                     self._read_buffered(self._fd, start, piece, arrived)
                 done += len(piece)
         except OSError as error:
-            code = errno.errorcode.get(error.errno or 0, "no errno")
-            raise LoadError(
-                f"{self.name}: reading bytes [{offset + done}, {offset + len(view)}) failed: "
-                f"{error.strerror or error} ({code}); {advice(error.errno)}"
-            ) from error
+            what = f"reading bytes [{offset + done}, {offset + len(view)})"
+            raise LoadError(f"{self.name}: {what} failed: {shown(error)}; {advice(error.errno)}") from error
 
     def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
         self.check_range(offset, nbytes)

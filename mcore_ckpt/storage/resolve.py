@@ -34,6 +34,7 @@ from mcore_ckpt.storage.base import (
     open_error,
     save_error,
     saving,
+    shown,
 )
 from mcore_ckpt.storage.direct_io import (
     FILE_MODE,
@@ -180,10 +181,7 @@ class LocalStorage(Storage):
             raise CheckpointNotFoundError(f"{self.root}: no such directory") from error
         except OSError as error:
             # Anything else would pass for an empty directory.
-            code = errno.errorcode.get(error.errno or 0, "no errno")
-            raise LoadError(
-                f"{self.root}: cannot be listed: {error.strerror or error} ({code}); {advice(error.errno)}"
-            ) from error
+            raise LoadError(f"{self.root}: cannot be listed: {shown(error)}; {advice(error.errno)}") from error
 
     @contextlib.contextmanager
     def in_use(self, name: str) -> Iterator[None]:

@@ -42,8 +42,6 @@ from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
-    MAX_CONFIG_BYTES,
-    MAX_METADATA_BYTES,
     METADATA_FILE,
     checked_footer,
     parse_index,
@@ -450,7 +448,7 @@ def _put_back(name: str, damaged: _Damaged, index: CheckpointIndex) -> bool:
         if name == CONFIG_FILE:
             if config_flaw(damaged.copy):
                 return False
-            content = read_small_file(damaged.copy, CONFIG_FILE, MAX_CONFIG_BYTES)
+            content = read_small_file(damaged.copy, CONFIG_FILE)
         elif name.startswith(COMMON_FILE):
             content = read_common_file(damaged.reads, COMMON_FILE, index.manifest)
             check_file(damaged.reads, COMMON_FILE)
@@ -473,7 +471,7 @@ def _take_index(
     """Put the copy's index in force, if it describes the files here, and what is wrong under it. Until then nothing
     changes.
     """
-    content = read_small_file(damaged.copy, METADATA_FILE, MAX_METADATA_BYTES)
+    content = read_small_file(damaged.copy, METADATA_FILE)
     index = parse_index(content, str(damaged.path), strict=False)
     report = verify_index(index, progress=progress)
     wrong = sum(problem.kind in ("item", "structure") for problem in report.problems)

@@ -137,8 +137,11 @@ class StorageConformance(ABC):
         self, storage: Storage, directory: Path, offset: int, length: int
     ) -> None:
         self.put(directory, "file", b"0123456789")
-        with pytest.raises(CorruptCheckpointError, match=r"file.*the file has 10 bytes"):
-            storage.read("file", offset, length)
+        with (
+            pytest.raises(CorruptCheckpointError, match=r"file.*the file has 10 bytes"),
+            storage.open_reader("file") as reader,
+        ):
+            reader.read(offset, length)
 
     @pytest.mark.parametrize("size", [10, 200_000, 3 * MIB])
     def test_a_file_cut_while_it_is_read_is_corruption(self, storage: Storage, directory: Path, size: int) -> None:
