@@ -31,7 +31,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -42,16 +42,13 @@ from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reach
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
-from mcore_ckpt.load.reader import CheckpointReader
+from mcore_ckpt.load.reader import BucketedParameters, CheckpointReader
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, own_version
 from mcore_ckpt.save.planner import Validation
 from mcore_ckpt.state.plan_check import Accesses, check_requests
 from mcore_ckpt.state.shards import is_main_replica, leaves
 from mcore_ckpt.storage.resolve import storage_at
-
-if TYPE_CHECKING:
-    from mcore_ckpt.megatron.other_division import BucketReads
 
 # --- the call in progress ---------------------------------------------------------------------------------------------
 
@@ -147,7 +144,7 @@ class MegatronLoad:
     common: Identity | None = None
     reader: CheckpointReader | None = None
     filled_by: CheckpointReader | None = None
-    buckets: BucketReads | None = None
+    buckets: BucketedParameters | None = None
     change_common: Callable[[Any], Any] | None = None
     resume: MegatronResume | None = None
     _is_over: bool = False
