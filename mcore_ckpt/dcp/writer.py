@@ -511,7 +511,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             files, sums = _files_and_sums(written, target)
             content = encoded_metadata(metadata, save.path, save.save_id, files, sums)
             ends |= {name: files[name].size_bytes for name in ends if name in files}
-            check_files(target.commit, ends.items(), at_least=True)
+            check_files(target.commit, ends, at_least=True)
             if self.options.drain_to is not None:
                 from mcore_ckpt.save.upkeep import note_drain
 

@@ -49,9 +49,7 @@ _PENDING = re.compile(re.escape(COMMON_FILE) + r"\.(?P<id>[0-9a-f]{16})\.pending
 
 def index_files(index: CheckpointIndex) -> set[str]:
     """Names of the data files that a checkpoint consists of."""
-    files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
-    files.update(entry.item.file for entry in index.objects.values())
-    return files
+    return {item.file for _, _, item in index.items()}
 
 
 def read_in_force(storage: Storage) -> CheckpointIndex | None:

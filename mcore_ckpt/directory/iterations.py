@@ -333,8 +333,7 @@ def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[
 def _files_here(index: CheckpointIndex, drain: DrainNote | None) -> dict[str, int]:
     """How long each file has to be at least; where each node has a disk of its own, of those on this one."""
     needed: dict[str, int] = {}
-    chunks = (chunk.item for entry in index.tensors.values() for chunk in entry.chunks)
-    for item in itertools.chain(chunks, (entry.item for entry in index.objects.values())):
+    for _, _, item in index.items():
         needed[item.file] = max(needed.get(item.file, 0), item.offset + item.length)
     if drain is None or drain.files is None:
         return needed

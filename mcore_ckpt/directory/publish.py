@@ -21,7 +21,7 @@ import contextlib
 import platform
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -159,9 +159,9 @@ def publish(
             _published[storage.location] = published
 
 
-def check_files(commit: Commit, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
-    """Raise `SaveError` unless every planned file (name, bytes) is there, at its size, as this process sees it: the
-    ranks may write to several places. Where one is not, the save may have lost already.
+def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = False) -> None:
+    """Raise `SaveError` unless every planned file is there, of so many bytes, as this process sees it: the ranks may
+    write to several places. Where one is not, the save may have lost already.
     """
     storage = commit.storage
 

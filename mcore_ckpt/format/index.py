@@ -279,6 +279,14 @@ class CheckpointIndex:
         known = self.fingerprints
         return array("q", [known.get(key, NO_FINGERPRINT) for key in self.tensors]) if known else None
 
+    def items(self) -> Iterator[tuple[str, StoredChunk | None, StoredItem]]:
+        """Key, chunk (None: an object) and item of all that is stored, tensors first."""
+        for fqn, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                yield fqn, chunk, chunk.item
+        for fqn, stored in self.objects.items():
+            yield fqn, None, stored.item
+
     def original_shape(self, fqn: str) -> tuple[int, ...] | None:
         """Global shape of a parameter that is stored as flattened stretches; None if it is stored as it is."""
         shape = self.mcore_data.get(fqn, {}).get(ORIGINAL_SHAPE)

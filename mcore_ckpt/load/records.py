@@ -302,7 +302,8 @@ def check_apart(index: CheckpointIndex) -> None:
     """
     if _are_apart(index):
         return
-    in_order = sorted(_read_items(index), key=lambda stored: stored[2][:2])
+    read = (stored for stored in index.items() if stored[1] is None or 0 not in stored[1].sizes)
+    in_order = sorted(read, key=lambda stored: stored[2][:2])
     for pair in pairwise(in_order):
         before, item = pair[0][2], pair[1][2]
         if before.file == item.file and item.offset < before.offset + before.length:
@@ -335,16 +336,6 @@ def _are_apart(index: CheckpointIndex) -> bool:
     order = np.lexsort((starts, files))
     files, starts, stops = files[order], starts[order], (starts + lengths)[order]
     return bool(np.all(starts <= stops) and np.all((files[1:] != files[:-1]) | (stops[:-1] <= starts[1:])))
-
-
-def _read_items(index: CheckpointIndex) -> Iterator[tuple[str, StoredChunk | None, StoredItem]]:
-    """Key, chunk (None: an object) and item of all from which something is read."""
-    for fqn, entry in index.tensors.items():
-        for chunk in entry.chunks:
-            if 0 not in chunk.sizes:
-                yield fqn, chunk, chunk.item
-    for fqn, stored in index.objects.items():
-        yield fqn, None, stored.item
 
 
 # ------------------------------------------------------------------------------------------------------------- records

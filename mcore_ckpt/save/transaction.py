@@ -226,21 +226,15 @@ class SaveDirectory:
             raise SaveError(f"{self.storage}: another save has replaced {COMMON_FILE} since this one began")
         return found
 
-    def check(self, files: Sequence[WrittenFile]) -> None:
-        """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""
-        assert self.target is not None
-        check_files(self.target.commit, sorted((file.name, file.size_bytes) for file in files))
-
-    def publish(self, described: _Described, save_id: bytes, files: Sequence[WrittenFile], rank: int) -> None:
+    def publish(self, described: _Described, save_id: bytes, names: Sequence[str], rank: int) -> None:
         """Make the new checkpoint the one that this place holds, when word is left of what of it is to be copied to the
         second tier.
         """
         assert self.target is not None
-        names = [file.name for file in files]
         if self._options.drain_to is not None:
             from mcore_ckpt.save.upkeep import note_drain
 
-            own = names if self.is_divided else None
+            own = [*names] if self.is_divided else None
             note_drain(self.path, self._options, save_id, own, commits=rank == 0)
         # (On the other nodes the names show another id than the commit's.)
         has_common = described.has_common_state
@@ -381,23 +375,24 @@ class SaveTransaction:
         """
         assert gathered is not None
         directory, seen = self._directory, self._files_of_place(gathered)
+        assert directory.target is not None
         try:
-            describe, check = partial(self._describe, gathered), partial(directory.check, seen)
+            describe, check = partial(self._describe, gathered), partial(check_files, directory.target.commit, seen)
             if described is None:
                 made, _ = run_concurrently(directory.storage.asks_at_once, describe, check)
             else:
                 check()
                 made = described
-            directory.publish(made, self.plan.save_id, seen, self._group.rank)
+            directory.publish(made, self.plan.save_id, [*seen], self._group.rank)
         except BaseException:
             directory.abandon()
             raise
 
-    def _files_of_place(self, gathered: Sequence[Written]) -> list[WrittenFile]:
-        """Files of the ranks that write where this one does."""
+    def _files_of_place(self, gathered: Sequence[Written]) -> dict[str, int]:
+        """Names and lengths of the files of the ranks that write where this one does."""
         places = self._directory.places or [""] * len(gathered)
         seen = [written for written, place in zip(gathered, places, strict=True) if place == places[self._group.rank]]
-        return [file for written in seen for file in written.files]
+        return {file.name: file.size_bytes for written in seen for file in written.files}
 
     def _publish_on_other_nodes(self, gathered: list[Written] | None) -> _Described:
         """All ranks: before the coordinator publishes, whose place counts."""
@@ -411,8 +406,8 @@ class SaveTransaction:
         def publish_own() -> None:
             if self._directory.target is not None and not self._group.is_coordinator:
                 seen = self._files_of_place(written)
-                self._directory.check(seen)
-                self._directory.publish(described, self.plan.save_id, seen, self._group.rank)
+                check_files(self._directory.target.commit, seen)
+                self._directory.publish(described, self.plan.save_id, [*seen], self._group.rank)
 
         self._group.run("publish on all nodes", publish_own, wrap=SaveError)
         return described

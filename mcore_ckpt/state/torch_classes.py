@@ -160,11 +160,9 @@ _SUMS = "mcore_ckpt_sums"
 
 
 def _plain_sums(manifest: Manifest, index: CheckpointIndex) -> dict[str, Any]:
-    items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
-    items += [stored.item for stored in index.objects.values()]
     return {
         "manifest": with_manifest(b"", replace(manifest, columns=None)),
-        "crcs": {(item.file, item.offset): item.crc32 for item in items},
+        "crcs": {(item.file, item.offset): item.crc32 for _, _, item in index.items()},
         "blocks": {place: sums.tolist() for place, sums in index.blocks.items()},
     }
 

@@ -257,11 +257,8 @@ def _covered_bytes(items: Iterable[StoredItem]) -> int:
 def file_rows(index: CheckpointIndex) -> list[FileRow]:
     """The data files that the index names, by rank and name."""
     items: dict[str, tuple[list[StoredItem], list[StoredItem]]] = {}  # of tensors, of objects
-    for tensor in index.tensors.values():
-        for chunk in tensor.chunks:
-            items.setdefault(chunk.item.file, ([], []))[0].append(chunk.item)
-    for entry in index.objects.values():
-        items.setdefault(entry.item.file, ([], []))[1].append(entry.item)
+    for _, chunk, item in index.items():
+        items.setdefault(item.file, ([], []))[chunk is None].append(item)
     rows = []
     sizes = _sizes(index.path, items)
     for file in sorted(items, key=_file_order):

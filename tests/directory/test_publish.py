@@ -200,4 +200,4 @@ def test_a_file_that_is_there_at_another_size_is_not_published(tmp_path: Path, m
     monkeypatch.setattr("mcore_ckpt.directory.publish._FILES_APPEAR_WITHIN_S", 0.0)
     (tmp_path / "__0_0.distcp").write_bytes(b"x" * 9)
     with pytest.raises(SaveError, match="planned with 10 bytes, and has 9"):
-        check_files(Commit.begin(LocalStorage(tmp_path)), [("__0_0.distcp", 10)])
+        check_files(Commit.begin(LocalStorage(tmp_path)), {"__0_0.distcp": 10})
