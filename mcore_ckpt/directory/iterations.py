@@ -39,7 +39,6 @@ from mcore_ckpt.directory.in_force import (
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
-    ObjectEntry,
     parse_object_key,
 )
 from mcore_ckpt.format.metadata_read import (
@@ -293,7 +292,11 @@ def flaw_of_files(directory: Path) -> str | None:
         with storage.open_reader(name) as reader:
             checked_footer(index, name, reader)
             if common is None and state is not None and state.item.file == name:
-                _check_object(state, reader.read(state.item.offset, state.item.length))
+                content, where = reader.read(state.item.offset, state.item.length), f"{state.fqn} ({name})"
+                read_plain(content, where)
+                archive = archive_of(content, where)
+                for record in archive.records.values():
+                    archive.content(record)  # raises where its checksum is not that of its bytes
 
     try:
         index, names = read_index(directory), storage.list()
@@ -304,15 +307,6 @@ def flaw_of_files(directory: Path) -> str | None:
     except LoadError as error:
         return " ".join(str(error).split())
     return None
-
-
-def _check_object(entry: ObjectEntry, content: bytes) -> None:
-    """Raise `LoadError` if an object cannot be read, or a checksum in it is not that of its bytes."""
-    where = f"{entry.fqn} ({entry.item.file})"
-    read_plain(content, where)
-    archive = archive_of(content, where)
-    for record in archive.records.values():
-        archive.content(record)
 
 
 def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> str | None:

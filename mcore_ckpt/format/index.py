@@ -22,7 +22,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.format.integrity import NO_FINGERPRINT, Columns, Manifest, Section, column_bytes, deflated, text_bytes
+from mcore_ckpt.format.integrity import Columns, Manifest, Section, column_bytes, deflated, text_bytes
 
 
 # These three are named tuples, not dataclasses: there is one of each for every tensor or chunk, and a tuple is made in
@@ -273,11 +273,6 @@ class CheckpointIndex:
         """This index with the fingerprints of its tensors, as far as they are known; others do no harm."""
         object.__setattr__(self, "fingerprints", fingerprints)
         return self
-
-    def fingerprint_column(self) -> array[int] | None:
-        """The stored fingerprint of each tensor, as a manifest has them; None if none is known."""
-        known = self.fingerprints
-        return array("q", [known.get(key, NO_FINGERPRINT) for key in self.tensors]) if known else None
 
     def items(self) -> Iterator[tuple[str, StoredChunk | None, StoredItem]]:
         """Key, chunk (None: an object) and item of all that is stored, tensors first."""
@@ -616,7 +611,7 @@ def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str 
         meta, version = details["storage_meta"], details["version"]
         if meta is not None:
             meta = {
-                **{name: None if meta[name] is None else str(meta[name]) for name in _IDS},
+                **{name: None if meta[name] is None else str(meta[name]) for name in META_IDS},
                 "modules": [str(name) for name in meta["modules"]],
             }
         return meta, None if version is None else str(version)
@@ -624,7 +619,8 @@ def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str 
         raise columns.wrong(f"its details cannot be read ({type(error).__name__})") from error
 
 
-_IDS: Final = ("checkpoint_id", "save_id", "load_id")
+META_IDS: Final = ("checkpoint_id", "save_id", "load_id")
+"""What DCP's `StorageMeta` tells saves apart by."""
 
 
 def named_blocks(manifest: Manifest, item_at: Callable[[int], StoredItem]) -> dict[tuple[str, int], array[int]]:

@@ -28,14 +28,8 @@ from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
 
-from mcore_ckpt.format.index import (
-    CheckpointIndex,
-    ObjectEntry,
-    TensorEntry,
-    object_section,
-    tensor_section,
-)
-from mcore_ckpt.format.integrity import Manifest, ManifestFile, with_manifest
+from mcore_ckpt.format.index import META_IDS, CheckpointIndex, ObjectEntry, TensorEntry, object_section, tensor_section
+from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 
 # What torch 2.8 and later write into `Metadata.version`; earlier ones ignore it.
@@ -185,7 +179,7 @@ class MetadataEncoder:
         renamed = files or {}
         meta: dict[str, Any] | None = None
         if storage_meta is not None:
-            meta = {name: None if storage_meta.get(name) is None else str(storage_meta[name]) for name in _IDS}
+            meta = {name: None if storage_meta.get(name) is None else str(storage_meta[name]) for name in META_IDS}
             meta["modules"] = [str(name) for name in storage_meta.get("modules") or ()]
         file_names = b"".join(_text(renamed.get(name, name)) + b"\x940" for name in self._files)
         entries, places = self._emit_objects(_Memo(self._memo_count), objects)
@@ -313,27 +307,21 @@ class MetadataEncoder:
         if fields is None:
             return b"N"
         state = b""
-        for name in _IDS:
+        for name in META_IDS:
             state += _text(name) + (b"N" if fields[name] is None else _text(fields[name]))
         modules = b"".join(map(_text, fields["modules"]))
         return _new(self._attributes["StorageMeta"], state + _text("modules") + b"](" + modules + b"e")
 
 
-_IDS = ("checkpoint_id", "save_id", "load_id")
+def encode_metadata(index: CheckpointIndex) -> bytes:
+    """The content of `.metadata` for `index`, in one go.
 
-
-def encode_metadata(
-    index: CheckpointIndex, *, storage_meta: Mapping[str, Any] | None = None, manifest: Manifest | None = None
-) -> bytes:
-    """The content of `.metadata` for `index`, in one go; `storage_meta` replaces the index's own.
-
-    What is written names classes of torch only, so that it can be read where this package is not installed. Without
-    `manifest` it gets what is left of the one of `index`, if the checksums of all items are known.
+    What is written names classes of torch only, so that it can be read where this package is not installed. It gets
+    what is left of the manifest of `index`, if the checksums of all items are known.
     """
-    meta = index.storage_meta if storage_meta is None else storage_meta
-    if manifest is None and index.manifest is not None:
-        manifest = manifest_of(index, index.manifest.save_id, index.manifest.files)
-    return MetadataEncoder(index).encode(index.objects, storage_meta=meta, manifest=manifest)
+    known = index.manifest
+    manifest = None if known is None else manifest_of(index, known.save_id, known.files)
+    return MetadataEncoder(index).encode(index.objects, storage_meta=index.storage_meta, manifest=manifest)
 
 
 def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, ManifestFile]) -> Manifest | None:
@@ -341,13 +329,13 @@ def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, Mani
 
     Of `files`, those of which nothing is left are not named.
     """
-    items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
-    items += [entry.item for entry in index.objects.values()]
+    items = [item for _, _, item in index.items()]
     crcs = [item.crc32 for item in items if item.crc32 is not None]
     named = {item.file for item in items}
     if len(crcs) != len(items) or not named <= files.keys():
         return None
     running = [(n, sums) for n, item in enumerate(items) if (sums := index.blocks.get((item.file, item.offset)))]
+    known = index.fingerprints
     return Manifest(
         save_id,
         {name: file for name, file in files.items() if name in named or name == COMMON_FILE},
@@ -355,5 +343,5 @@ def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, Mani
         array("Q", [n for n, _ in running]),
         array("I", [len(sums) for _, sums in running]),
         array("I", chain.from_iterable(sums for _, sums in running)),
-        fingerprints=index.fingerprint_column(),
+        fingerprints=array("q", [known.get(key, NO_FINGERPRINT) for key in index.tensors]) if known else None,
     )

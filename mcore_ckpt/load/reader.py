@@ -338,7 +338,7 @@ class _FlatRange(NamedTuple):
 def _read_spread(reader: CheckpointReader, wanted: Iterable[ReadRequest]) -> None:
     """Read the stretches that hold the wanted slices, some at a time, and copy the slices out of them."""
     ranges = itertools.chain.from_iterable(_flat_ranges(reader, one) for one in wanted)
-    for batch in batches(ranges, _held_bytes, _BATCH_BYTES):
+    for batch in batches(ranges, lambda one: one.stored[2] * one.target.element_size() + _PIECE_BYTES, _BATCH_BYTES):
         requests = []
         for (key, offsets, count, shape), target, _ in batch:
             sizes = (*(1 for _ in offsets[1:]), count)
@@ -346,10 +346,6 @@ def _read_spread(reader: CheckpointReader, wanted: Iterable[ReadRequest]) -> Non
         reader.read_items(requests)
         for request, piece in zip(requests, batch, strict=True):
             piece.target.copy_(torch.as_strided(request.tensor, piece.target.shape, piece.strides, 0))
-
-
-def _held_bytes(piece: _FlatRange) -> int:
-    return piece.stored[2] * piece.target.element_size() + _PIECE_BYTES
 
 
 def _flat_ranges(reader: CheckpointReader, wanted: ReadRequest) -> Iterator[_FlatRange]:

@@ -33,6 +33,7 @@ DirectIo = Literal["auto", "off", "keep"]
 
 # Logical blocks are 512 or 4096 bytes on every disk in use, and pages are 4096 on x86-64: 4096 suits O_DIRECT on all.
 ALIGNMENT_BYTES: Final = 4096
+_PIECE_BYTES: Final = 8 * 1024 * 1024
 
 
 def align_up(position: int, alignment: int = ALIGNMENT_BYTES) -> int:
@@ -144,10 +145,10 @@ class RangeReader(ABC):
             )
         return self.read(0, self.size_bytes)
 
-    def pieces(self, piece_bytes: int = 8 * 1024 * 1024) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
         """All of the file, from front to back."""
-        for at in range(0, self.size_bytes, piece_bytes):
-            yield self.read(at, min(piece_bytes, self.size_bytes - at))
+        for at in range(0, self.size_bytes, _PIECE_BYTES):
+            yield self.read(at, min(_PIECE_BYTES, self.size_bytes - at))
 
     def is_cached(self, offset: int, length: int) -> bool:
         """Whether this host's memory most likely holds bytes `[offset, offset + length)`: short reads cost no more."""

@@ -245,16 +245,6 @@ def write_from(fd: int, address: int, nbytes: int, offset: int) -> None:
         done += count
 
 
-def read_vectors(fd: int, vectors: int, count: int, offset: int) -> int:
-    """Read from `offset` of a file into `count` places, whose addresses and lengths (uint64 each) lie at `vectors`;
-    returns how many bytes were read, -1 if it failed.
-    """
-    while (got := int(_libc().preadv(fd, vectors, count, offset))) < 0:
-        if ctypes.get_errno() != errno.EINTR:
-            return -1
-    return got
-
-
 def populate(address: int, nbytes: int) -> bool:
     """Make and map pages of shared memory (page-aligned), so that touching them later is no fault; whether all are
     there now.
@@ -459,9 +449,11 @@ class LocalReader(RangeReader):
 
     def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
         self.check_range(offset, nbytes)
-        if self._fd is None:
-            return False
-        return read_vectors(self._fd, vectors, count, offset) == nbytes
+        while self._fd is not None:
+            got = int(_libc().preadv(self._fd, vectors, count, offset))
+            if got >= 0 or ctypes.get_errno() != errno.EINTR:
+                return got == nbytes
+        return False
 
     def is_cached(self, offset: int, length: int) -> bool:
         return self._residency is not None and self._residency.cached_share(offset, length) >= _MOSTLY_CACHED

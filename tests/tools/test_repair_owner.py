@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,7 +86,7 @@ def test_an_index_that_came_from_the_copy_does_not_make_it_the_same_save(checkpo
     is it when the repair is repeated, though the ids of the two are the same by then."""
     other = tmp_path / "other"
     write_model(other, tensors=model_tensors(seed=9))
-    (other / ".metadata").write_bytes(encode_metadata(read_index(other), storage_meta={"save_id": "other"}))
+    (other / ".metadata").write_bytes(encode_metadata(replace(read_index(other), storage_meta={"save_id": "other"})))
     damage_index(checkpoint)
     (checkpoint / MISSING).unlink()
     for _ in range(2):
