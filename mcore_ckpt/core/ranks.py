@@ -145,6 +145,12 @@ class RankGroup:
                 return self._down(tag, what, wrap, concluded, error)
             return self._down(tag, what, wrap, None, error, failed)
 
+    def each(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> T:
+        """Call `fn` on every rank, and give each rank its own value. Raises as `run`."""
+        own: list[T] = []
+        self.run_merged(what, lambda: own.append(fn()), lambda *_: None, lambda _: None, wrap=wrap)
+        return own[0]
+
     def gather(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> list[T] | None:
         """As `run`, but only the coordinator gets the values (others None), and only it needs memory for them."""
         gathered = self.gather_parts(what, lambda: [pickle.dumps(fn())], wrap=wrap)

@@ -90,9 +90,7 @@ def distributing(stock: Any) -> Any:
                 with MegatronErrors():
                     group = call.meets_in()
                     with call.within(group):  # ahead of what Megatron gathers
-                        group.run_merged(
-                            "agree on the options", lambda: None, lambda *_: None, lambda _: None, wrap=SaveError
-                        )
+                        group.each("agree on the options", lambda: None, wrap=SaveError)
             return stock(self, sharded_state_dict, *args, **kwargs)
         with MegatronErrors():
             group = group_of()

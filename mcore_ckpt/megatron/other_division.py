@@ -105,29 +105,22 @@ def under_this_division(state: Any, call: MegatronLoad) -> Any:
     needs for it.
     """
     group = call.group or RankGroup(None)
-    opened: list[CheckpointReader] = []
 
     def compare() -> _Compared:
         call.reader = opened_reader(call.directory, call.options, metadata_version(call.directory))
-        opened.append(call.reader)
         return _compared(call.reader, state, is_alone=call.group is None)
 
     def conclude(found: _Compared) -> bool:
-        stored = frozenset(flat_buckets(opened[0].index))
+        assert call.reader is not None
+        stored = frozenset(flat_buckets(call.reader.index))
         return found.differs or (call.group is not None and found.groups not in (frozenset(), stored))
 
     what = "compare the optimizer's flat buckets"
     if not group.run_merged(what, compare, _Compared.merged, conclude, wrap=LoadError):
         return state
-    changed: list[Any] = []
-    group.run_merged(
-        "find parameters in the optimizer's flat buckets",
-        lambda: changed.append(_asked_for(state, opened[0], call)),
-        lambda *_: None,
-        lambda _: None,
-        wrap=LoadError,
+    return group.each(
+        "find parameters in the optimizer's flat buckets", partial(_asked_for, state, call), wrap=LoadError
     )
-    return changed[0]
 
 
 def _compared(reader: CheckpointReader, state: Any, *, is_alone: bool) -> _Compared:
@@ -174,7 +167,9 @@ def with_own_ranges(state: Any) -> Any:
     return {**state, "optimizer": changed.get(None, {**state["optimizer"], **changed})} if parts else state
 
 
-def _asked_for(state: Any, reader: CheckpointReader, call: MegatronLoad) -> Any:
+def _asked_for(state: Any, call: MegatronLoad) -> Any:
+    reader = call.reader
+    assert reader is not None
     try:
         changed = with_own_ranges(state)
     except PlanError as error:

@@ -249,17 +249,17 @@ def keep_versions(
         return kept
 
     kept = group.scatter(step, compare, wrap=SaveError)
-    objects: dict[str, memoryview] = {}
 
-    def add() -> None:
+    def with_others() -> dict[str, memoryview]:
+        objects = {}
         for key, content in mains.items():
             ranks, versions = kept.get(key, ({}, []))
             others = {rank: number for rank, number in ranks.items() if rank != group.rank}
             record = memoryview(with_versions(bytes(content), layout, others, versions)) if others else content
             objects[key] = record
+        return objects
 
-    group.run_merged("keep objects that differ", add, lambda *_: None, lambda _: None, wrap=SaveError)
-    return objects
+    return group.each("keep objects that differ", with_others, wrap=SaveError)
 
 
 def _is_same(first: bytes, second: bytes) -> bool:
