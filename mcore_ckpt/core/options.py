@@ -381,7 +381,7 @@ def _variable(name: str) -> str:
 
 def names_second_tier() -> bool:
     """Whether the environment names a second tier of the run."""
-    return _variable("drain_to") in os.environ
+    return f"{_ENVIRONMENT_PREFIX}DRAIN_TO" in os.environ
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -138,14 +138,6 @@ class BucketLayout:
     footer_offset: int  # where the integrity footer begins, which is where the last item ends
 
 
-def region_bytes(objects_bytes: Sequence[int]) -> int:
-    """Length of the region for serialized objects: what they take now and a quarter more, in whole pages."""
-    if not objects_bytes:
-        return 0
-    needed = objects_end(objects_bytes)
-    return -(-(needed + needed // 4) // _PAGE_BYTES) * _PAGE_BYTES
-
-
 def objects_end(objects_bytes: Sequence[int]) -> int:
     return place_objects(objects_bytes)[-1] + objects_bytes[-1]
 
@@ -175,7 +167,9 @@ def lay_out_file(
     payload_lengths = array("q")
     crc_positions = array("q")
     item_bytes: list[int] = []
-    position = bytes_region = region_bytes(objects_bytes)
+    # The region of the objects: what they take now and a quarter more, in whole pages.
+    needed = objects_end(objects_bytes) if objects_bytes else 0
+    position = bytes_region = -(-(needed + needed // 4) // _PAGE_BYTES) * _PAGE_BYTES
     for _, alike in groupby(templates, id):  # most tensors are like their neighbours: those lie at equal distances
         template, *others = alike
         count, payload, size_bytes = 1 + len(others), len(template.head), template.item_bytes

@@ -362,7 +362,7 @@ class SaveTransaction:
             self.spans.append(Span("writer", result.started_s, result.finished_s))
         if self.plan.planned is not None:
             self.plan.planned.encoder = self.plan.planned.encoder or result.encoder
-        took_s = {span.name: span.seconds for span in self.spans}
+        took_s = {name: stop_s - start_s for name, start_s, stop_s in self.spans}
         took_s["waited"] = self.waited_s + sum(seconds for name, seconds in took_s.items() if name != "writer")
         took_s["durable"] = result.finished_s - self.spans[0].start_s
         took_s["writing"] = result.finished_s - result.started_s
@@ -541,11 +541,6 @@ class Span(NamedTuple):
     start_s: float
     stop_s: float
 
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.stop_s - self.start_s
-
 
 _PHASES: Final = ("plan", "stage", "dispatch", "write", "writer", "gather", "commit")
 
@@ -560,7 +555,7 @@ def log_save(
     for of_rank in took_s:
         for name, seconds in of_rank.items():
             slowest[name] = max(slowest.get(name, 0.0), seconds)
-    ends = {span.name: span.seconds for span in spans[-2:]}  # gather and commit
+    ends = {name: stop_s - start_s for name, start_s, stop_s in spans[-2:]}  # gather and commit
     slowest |= {**ends, "waited": slowest["waited"] + sum(ends.values())}
     slowest["published"] = time.monotonic() - spans[0].start_s
     phases = ", ".join(f"{name} {slowest[name]:.3f} s" for name in _PHASES if name in slowest)
