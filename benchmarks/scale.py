@@ -122,7 +122,7 @@ def _ours(job: Job) -> Ours:
         layout = _lay_out(job, rank)
         encoded.append((layout.plan.encode(), {}))
         counts.append(len(layout.specs))
-        files.append([(bucket.file_name, bucket.image, len(bucket.object_keys)) for bucket in layout.buckets])
+        files.append([(bucket.file_name, bucket.image, bucket.footer.object_count) for bucket in layout.buckets])
         del layout
     busiest = counts.index(max(counts))
     layout, lay_out_s = min((_timed(lambda: _encoded(job, busiest)) for _ in range(3)), key=lambda pair: pair[1])

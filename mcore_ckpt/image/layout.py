@@ -129,7 +129,6 @@ class BucketLayout:
 
     file_name: str  # name inside the checkpoint directory, without the id of a save
     specs: tuple[TensorSpec, ...]  # the tensors, in the order of the file
-    object_keys: tuple[str, ...]  # of the objects, in the order of the file
     region_bytes: int  # length of the bytes_data region, which starts at 0 and is a multiple of 4096
     templates: tuple[TensorTemplate, ...]  # for each tensor, its item without the payload
     item_offsets: array[int]  # for each tensor, where its item starts
@@ -192,9 +191,8 @@ def lay_out_file(
         crc_positions=crc_positions,
         strided=tuple(_strided(specs)),
     )
-    keys = tuple(object_keys)
     layout = BucketLayout(
-        file_name, tuple(specs), keys, bytes_region, tuple(templates), item_offsets, image, footer, position
+        file_name, tuple(specs), bytes_region, tuple(templates), item_offsets, image, footer, position
     )
     return layout, columns
 

@@ -119,11 +119,6 @@ class RankLayout:
     object_keys: tuple[str, ...]  # of the objects that the files were laid out for
     separation_hint: str | None  # prefix of keys whose files carry it, too
 
-    @property
-    def file_bytes(self) -> int:
-        """Length of all files together, in bytes."""
-        return sum(bucket.image.size_bytes for bucket in self.buckets)
-
     def has_room(self, keys: Sequence[str], sizes_bytes: Sequence[int]) -> bool:
         """Whether the objects of a save fit into these files: the same keys, in regions that are long enough."""
         return tuple(keys) == self.object_keys and all(
