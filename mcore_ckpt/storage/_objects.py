@@ -38,7 +38,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.storage.base import (
     DirectIo,
@@ -359,9 +359,8 @@ def _ended() -> OSError:
 # So much of an object's end comes with its length at an open: small ones cost one request, and a data file shows by it
 # that it is the right one.
 _END_BYTES: Final = 64 * 1024
-# The longest object that is changed, or given another name: it is held in memory, and put in one request.
+# The longest object that is given another name: it is held in memory, and put in one request.
 _MAX_SMALL_BYTES: Final = 1024**3
-_PIECE_BYTES: Final = 8 * 1024**2
 _ATTEMPTS: Final = 100
 # So often a store is asked what it holds after a put that it has answered.
 _LOOKS: Final = 3
@@ -538,24 +537,13 @@ class ObjectStorage(Storage):
         with self._saving("creating the file", name) as key:
             self._client.put(key, content, ABSENT)
 
-    def _content(self, key: str) -> tuple[ObjectState, bytes]:
-        """A version, and all of its bytes."""
-        state, end = self._client.get_end(key, _END_BYTES)
-        if state.size_bytes == len(end):
-            return state, end
-        if state.size_bytes > _MAX_SMALL_BYTES:
-            text = f"has {state.size_bytes} bytes, and is changed up to {_MAX_SMALL_BYTES}; copy the checkpoint into a "
-            raise OSError(errno.EFBIG, f"{text}directory (mcore-ckpt copy), and change it there")
-        left_bytes = state.size_bytes - len(end)
-        content = bytearray(left_bytes) + end
-        view = memoryview(content)[:left_bytes]
-        for at in range(0, left_bytes, _PIECE_BYTES):
-            self._client.get_into(key, at, view[at : at + _PIECE_BYTES], state.version)
-        return state, bytes(content)
-
     def move(self, source: str, name: str) -> None:
         with self._saving(f"renaming it to {name}", source) as key:
-            content = self._content(key)[1]
+            reader = _ObjectReader(self._client, key, self.path(source), *self._client.get_end(key, _END_BYTES))
+            try:
+                content = reader.read_all(_MAX_SMALL_BYTES)
+            except LoadError as error:
+                raise SaveError(f"{self.path(source)}: cannot be renamed to {name}: {error}") from error
             self._replace(self._key(name), content)
             self._client.delete(key)
 
