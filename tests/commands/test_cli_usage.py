@@ -20,9 +20,9 @@ from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
 from mcore_ckpt.launch import main as launch
-from tests.support.forked import in_child
 from tests.support.kept_log import kept_log
 from tests.support.model_like import reshard_killed, write_model
+from tests.support.processes import in_child
 
 COMMANDS = "list inspect verify cat diff copy repair prune reshard export merge import doctor".split()
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, runs
-from tests.support.tilings import boxes_in, tilings
+from tests.support.stored_layouts import boxes_in, tilings
 
 pytestmark = pytest.mark.quick
 

@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 
 from mcore_ckpt.core.process import Crew, in_parallel
-from tests.support.forked import in_child
-from tests.support.processes import suspend
+from tests.support.processes import in_child, suspend
 
 pytestmark = pytest.mark.quick
 

@@ -33,8 +33,8 @@ from mcore_ckpt.storage.resolve import LocalStorage
 from tests.directory import commit_model
 from tests.directory.test_publish import file_of, save, sealed
 from tests.support.faulty_storage import Faults, FaultyStorage
-from tests.support.forked import exit_code, fork, in_child
 from tests.support.local_files import names
+from tests.support.processes import exit_code, fork, in_child
 
 OPTIONS = SaveOptions()
 

@@ -33,12 +33,12 @@ from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, 
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
-from tests.support import seeded_state
+from tests.support import states
 from tests.support.checkpoint_reader import MIX, CheckpointReader, Found, reader
-from tests.support.forked import in_child
 from tests.support.fuse_memory import FuseMount, Misbehaviour
 from tests.support.gloo_ranks import RankOutcome, StandingRanks, standing_ranks
 from tests.support.moments import check_each_moment, check_never_gone_again, damaged_copy
+from tests.support.processes import in_child
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
 
@@ -126,7 +126,7 @@ def _save(rank: int, seed: int, directory: Path, way: str) -> None:
 
     if way == "DCP":
         writer = FileSystemWriterAsync(directory, options=kill_runner.OPTIONS)
-        dcp.save(seeded_state.tensors(seed), storage_writer=writer)
+        dcp.save(states.tensors(seed), storage_writer=writer)
         return
     kill_runner.save(seed, directory, way)
 
@@ -333,7 +333,7 @@ def _exported_torch(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _exported_dcp(directory: Path) -> dict[str, torch.Tensor]:
-    found = {key: torch.zeros_like(value) for key, value in seeded_state.tensors(1).items()}
+    found = {key: torch.zeros_like(value) for key, value in states.tensors(1).items()}
     dcp.load(found, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     return found
 
@@ -378,7 +378,7 @@ def look_at_target(tool: Tool, readers: Readers, directory: Path, what: str) -> 
         if not directory.exists() or not any(directory.iterdir()):
             return None
         loaded = _LOADS[tool.exported](directory)
-        wanted = seeded_state.tensors(2)
+        wanted = states.tensors(2)
         assert loaded.keys() == wanted.keys(), f"{what}: {sorted(loaded)}"
         assert all(torch.equal(loaded[key], value) for key, value in wanted.items()), what
         return 2

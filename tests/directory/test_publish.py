@@ -18,8 +18,8 @@ from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, 
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.forked import in_child
 from tests.support.local_files import names
+from tests.support.processes import in_child
 
 pytestmark = pytest.mark.quick
 

@@ -55,7 +55,7 @@ from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.support.forked import in_child
+from tests.support.processes import in_child
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_KINDS = ("megatron-0.16.1", "megatron-0.19.2", "dcp-2.13.0", "ours-0.1.0")

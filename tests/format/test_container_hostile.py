@@ -20,9 +20,8 @@ from mcore_ckpt.format.item import LocatedTensor, locate_tensor, locate_tensor_i
 from mcore_ckpt.format.state_file import tensor_of
 from mcore_ckpt.format.tensor_pickle import FileTensor, WrongArgumentsError, tensor_pickle
 from mcore_ckpt.format.zip_records import NotRangeable
-from tests.support.stored_layouts import rewritten
+from tests.support.stored_layouts import encode_tensor, rewritten
 from tests.support.stored_layouts import stock_item as saved
-from tests.support.tensor_specs import encode_tensor
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 

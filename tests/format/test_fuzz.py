@@ -34,9 +34,8 @@ from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models._foreign import read_safetensors
 from mcore_ckpt.reshard.weight_files import safetensors_header
 from tests.format.flips import run
-from tests.support.stored_layouts import rewritten
+from tests.support.stored_layouts import encode_tensor, rewritten
 from tests.support.stored_layouts import stock_item as saved
-from tests.support.tensor_specs import encode_tensor
 
 HERE = Path(__file__).parent
 SECONDS = float(os.environ.get("MCORE_CKPT_TEST_FUZZ_SECONDS", "0"))

@@ -43,7 +43,7 @@ from mcore_ckpt.format.state_file import read_plain
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.models._foreign import read_safetensors
 from mcore_ckpt.tools.keys import plain
-from tests.support.forked import in_child
+from tests.support.processes import in_child
 from tests.support.stored_layouts import stock_item as saved
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
@@ -220,7 +220,7 @@ class TestToLookAt:
             load_object(container(b"\x80\x02" + name("signal.raise_signal") + b"."))
 
 
-# --- A `.metadata` that is damaged, contradicts itself, or was made to do harm --------------------------------------
+# --- a `.metadata` that is damaged, contradicts itself, or was made to do harm ----------------------------------------
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = (GOLDEN / "dtensor-2.13.0" / ".metadata").read_bytes()

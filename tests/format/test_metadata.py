@@ -187,7 +187,7 @@ def test_an_index_is_the_same_from_our_bytes_as_from_torchs_classes(index: Check
     assert parse_index(pickle.dumps(metadata, protocol), "ckpt") == index
 
 
-# --- Checkpoints that other systems wrote: what the index says of them, and that what it says is where it says --------
+# --- checkpoints that other systems wrote: what the index says of them, and that what it says is where it says --------
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = sorted(path.name for path in GOLDEN.iterdir())
@@ -262,7 +262,7 @@ def test_common_state_loads_safely(name: str) -> None:
     assert common["args"].save == Path("checkpoints")
 
 
-# --- The index in columns, behind the pickle: says the same as that, is checked like that, and is what is read --------
+# --- the index in columns, behind the pickle: says the same as that, is checked like that, and is what is read --------
 
 SAVE_ID = bytes(range(16))
 

@@ -192,7 +192,7 @@ def test_a_manifest_that_was_cut_off_is_missed(a: Path) -> None:
     assert "its manifest is missing" in problem.message
 
 
-# --- Small items: read by the thousand, each compared with its sum ----------------------------------------------------
+# --- small items: read by the thousand, each compared with its sum ----------------------------------------------------
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64)
 SHAPES = ((), (7,), (3, 50), (2, 1, 600), (40, 40))

@@ -21,7 +21,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync, MCoreSavePlanner
 from mcore_ckpt.load.reader import read_shards
 from mcore_ckpt.load.requests import ReadRequest
 from tests.support.kept_log import kept_log
-from tests.support.shards import shard
+from tests.support.stored_saves import shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values")
 
@@ -120,7 +120,7 @@ def test_raise_refuses_and_names_the_key(
         assert same[key].equal(tensor)
 
 
-# --- Within a default device, and torch's modes -----------------------------------------------------------------------
+# --- within a default device, and torch's modes -----------------------------------------------------------------------
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from mcore_ckpt.load.reader import read_shards
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import drop_cached
-from tests.support.shards import shard
 from tests.support.stored_layouts import (
     StoredTensor,
     flip_byte,
@@ -47,6 +46,7 @@ from tests.support.stored_layouts import (
     whole,
     write_checkpoint,
 )
+from tests.support.stored_saves import shard
 
 pytestmark = pytest.mark.quick
 
@@ -323,7 +323,7 @@ def test_dcp_does_not_leave_a_part_of_a_tensor_as_it_was(tmp_path: Path, boxes: 
         dcp.load({"w": torch.zeros(16, 4)}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
 
 
-# --- Destinations in one memory ---------------------------------------------------------------------------------------
+# --- destinations in one memory ---------------------------------------------------------------------------------------
 
 # In elements of float32: an item of a few bytes, one below and one beyond what is read with its neighbours.
 SIZES = {"small": (64, 8), "packed": (256, 256), "long": (512, 4096)}

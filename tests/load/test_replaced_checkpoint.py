@@ -163,7 +163,7 @@ def test_a_checkpoint_that_is_replaced_right_after_its_index_was_read(
     assert look(path)
 
 
-# --- Data files in two places -----------------------------------------------------------------------------------------
+# --- data files in two places -----------------------------------------------------------------------------------------
 
 NAME = "iter_0000001"
 

@@ -21,9 +21,7 @@ from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.load import ranges
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
-from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint
-from tests.support.tensor_specs import encode_tensor
-from tests.support.tilings import boxes_in, tilings
+from tests.support.stored_layouts import StoredTensor, boxes_in, encode_tensor, stock_item, tilings, write_checkpoint
 
 _DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64),

@@ -107,7 +107,7 @@ def test_the_checkpoint_itself_may_be_reached_through_links(checkpoint: Path, tm
     assert verify_checkpoint(tmp_path / "latest").whole
 
 
-# --- What DCP's planner unpickles -------------------------------------------------------------------------------------
+# --- what DCP's planner unpickles -------------------------------------------------------------------------------------
 
 BENIGN = pickle.dumps({"lr": 1.0}, 2)
 
@@ -156,7 +156,7 @@ def test_what_was_tried_is_what_is_loaded(tmp_path: Path, what: str) -> None:
     assert not made.exists()
 
 
-# --- Items that say something else than the index ---------------------------------------------------------------------
+# --- items that say something else than the index ---------------------------------------------------------------------
 
 ROWS = {"small": 32, "large": 1024}
 DISGUISES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.support.gloo_ranks import made
 from tests.support.models import ModelShape, Parallel, build_training
-from tests.support.sharded_state import check_state, sharded_state
 from tests.support.state_compare import write_state
+from tests.support.states import check_state, sharded_state
 from tests.support.who_ran import record_strategies
 
 SHAPE = ModelShape(layers=2, hidden=32, vocabulary=64, sequence=8, gated=True)

@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
 from tests.megatron.trap_ranks import check, installed, state
-from tests.support.forked import in_child
+from tests.support.processes import in_child
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="half of the saves are Megatron's")
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_ckpt
-from tests.support.forked import in_child
+from tests.support.processes import in_child
 
 pytest.importorskip("megatron.core", reason="what Megatron-Bridge saves through")
 

@@ -36,9 +36,9 @@ from mcore_ckpt.format import safe_pickle
 from mcore_ckpt.megatron._versions import differences
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.forked import in_child
 from tests.support.gloo_ranks import run_megatron_ranks
 from tests.support.kept_log import kept_log
+from tests.support.processes import in_child
 
 QUIET = SaveOptions()
 

@@ -44,8 +44,8 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.launch import main as launch
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
 from mcore_ckpt.megatron.install import CONTRACT, _AfterImport, owner_of
-from tests.support.forked import in_child
 from tests.support.kept_log import kept_log
+from tests.support.processes import in_child
 
 pytest.importorskip("megatron.core")
 
@@ -369,7 +369,7 @@ def test_methods_that_are_patched_and_not_called_are_named_at_install() -> None:
         assert f"{method} is replaced by code of {__name__}" in "".join(said)
 
 
-# --- who certifies a resume ------------------------------------------------------------------------------------------
+# --- who certifies a resume -------------------------------------------------------------------------------------------
 
 TRAINING = {
     "__init__": "",

@@ -13,9 +13,9 @@ import torch
 
 import mcore_ckpt
 from mcore_ckpt import AsyncCallsQueue, SaveError
-from tests.support.forked import in_child
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 from tests.support.next_megatron import load_what_was_saved, save_and_be_killed, without_own_async
+from tests.support.processes import in_child
 
 megatron_core = pytest.importorskip("megatron.core", reason="what imports these names")
 

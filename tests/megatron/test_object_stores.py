@@ -11,7 +11,7 @@ from mcore_ckpt import SaveOptions, verify_checkpoint
 from tests.megatron.test_strategy import load_on_rank, save_on_rank
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.object_server import S3Directory
-from tests.support.sharded_state import check_state, sharded_state
+from tests.support.states import check_state, sharded_state
 
 
 def through_client(rank: int, function: Any, *arguments: Any) -> Any:

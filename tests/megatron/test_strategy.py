@@ -15,7 +15,7 @@ from mcore_ckpt.megatron._versions import differences
 from tests.support.gloo_ranks import made
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.local_files import data_file
-from tests.support.sharded_state import check_state, sharded_state
+from tests.support.states import check_state, sharded_state
 
 Saving = dict[str, Any]
 

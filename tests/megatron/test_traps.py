@@ -261,7 +261,7 @@ def test_traps(tmp_path: Path) -> None:
             assert [outcome.error_text for outcome in outcomes] == ["", ""]
 
 
-# --- Async saves of ours in Megatron's own queue ----------------------------------------------------------------------
+# --- async saves of ours in Megatron's own queue ----------------------------------------------------------------------
 
 
 def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list[Any]]:

@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="it is Megatron's
 RANKS = 2
 
 
-# --- without ranks: any states, the two checks next to each other ---------------------------------------------------
+# --- without ranks: any states, the two checks next to each other -----------------------------------------------------
 
 
 def _state(chance: random.Random) -> list[list[Any]]:
@@ -119,7 +119,7 @@ def test_what_ranks_may_not_mix(case: str) -> None:
         check_requests([Accesses.of([one]).told() for one in (first, second)])
 
 
-# --- on ranks: real models, the whole of `save` and `load` ----------------------------------------------------------
+# --- on ranks: real models, the whole of `save` and `load` ------------------------------------------------------------
 
 
 FAULTS = ("no main replica", "two main replicas", "dtype", "missing")

@@ -141,7 +141,7 @@ def test_a_view_with_an_element_that_is_not_stored_is_refused(tmp_path: Path) ->
         ViewPayloads(StoredPayloads(index), {"v": TensorView((3, 4), [Part(everything, "t", everything)])})
 
 
-# --- How a parameter is divided ---------------------------------------------------------------------------------------
+# --- how a parameter is divided ---------------------------------------------------------------------------------------
 
 ITEM = StoredItem("__0_0.distcp", 0, 1)
 

@@ -37,8 +37,7 @@ from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.local_files import contents, flip
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
-from tests.support.stored_layouts import StoredTensor, flip_byte, whole, write_checkpoint
-from tests.support.tilings import tilings
+from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, whole, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 

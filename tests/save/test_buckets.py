@@ -16,7 +16,7 @@ from mcore_ckpt.image.writer import ImageWriter, WindowPool
 from mcore_ckpt.save.planner import lay_out_rank
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.tensor_specs import specs_of, tail_with
+from tests.support.stored_layouts import specs_of, tail_with
 
 pytestmark = pytest.mark.quick
 

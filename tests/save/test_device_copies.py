@@ -15,7 +15,7 @@ from mcore_ckpt.save import staging
 from mcore_ckpt.save.staging import BucketSource, DeviceCopies, StagingBuffer, start_writing
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.simulated_device import OnDevice, SimulatedDevices, simulated_devices
-from tests.support.tensor_specs import bucket_of, source_of
+from tests.support.stored_layouts import bucket_of, source_of
 
 __all__ = ["simulated_devices"]
 

@@ -42,12 +42,11 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import LocalStorage, is_same_directory, storage_at
 from tests.save.test_upkeep import Training, there
-from tests.support.forked import in_child
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 from tests.support.local_files import contents, flip
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
-from tests.support.processes import until
+from tests.support.processes import in_child, until
 
 NAME = "iter_0000001"
 _CLONE_NEWNS = 0x20000  # <sched.h>

@@ -20,8 +20,7 @@ import pytest
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.save.forked_child import fork_call, report_progress
 from mcore_ckpt.save.writer_process import PersistentWriter
-from tests.support.forked import in_child
-from tests.support.processes import children, is_running, suspend, until
+from tests.support.processes import children, in_child, is_running, suspend, until
 from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
 
 _MIB = 1024 * 1024

@@ -42,8 +42,8 @@ from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 from mcore_ckpt.save import staging, transaction, writer_process
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.checkpoint import open_checkpoint
-from tests.support.forked import exit_code, fork
 from tests.support.local_files import names
+from tests.support.processes import exit_code, fork
 
 
 def state(value: float) -> dict[str, Any]:
@@ -247,9 +247,7 @@ def test_a_dcp_save_that_has_failed_is_not_in_the_way_of_the_next(tmp_path: Path
         FileSystemWriterAsync.finish(failed, Metadata({}), [])
 
 
-# --- Many saves -------------------------------------------------------------------------------------------------------
-
-pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+# --- many saves -------------------------------------------------------------------------------------------------------
 
 _WARM_UP_SAVES = 20
 _MEMORY_NOISE_KB = 8_000

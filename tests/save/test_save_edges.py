@@ -182,7 +182,7 @@ def test_a_relative_path_means_what_it_meant_when_the_save_began(
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-# --- Replicas ---------------------------------------------------------------------------------------------------------
+# --- replicas ---------------------------------------------------------------------------------------------------------
 
 
 def save_diverged(rank: int, directory: Path) -> list[str]:

@@ -22,7 +22,7 @@ from mcore_ckpt.save.staging import StagingBuffer, free_buffer, is_busy, release
 from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.processes import until
-from tests.support.tensor_specs import bucket_of
+from tests.support.stored_layouts import bucket_of
 from tests.support.writer_jobs import MisbehavingStorage
 
 _MIB = 1024 * 1024

@@ -23,8 +23,8 @@ from mcore_ckpt.megatron.certificate import crc_of_shard
 from mcore_ckpt.state.plan_check import check_plans
 from mcore_ckpt.state.plans import LocalPlan
 from mcore_ckpt.state.shards import leaves
-from tests.support.shards import shard
-from tests.support.tilings import tilings
+from tests.support.stored_layouts import tilings
+from tests.support.stored_saves import shard
 
 pytestmark = pytest.mark.quick
 
@@ -117,7 +117,7 @@ def test_a_gap_names_the_ranks_that_hold_chunks() -> None:
         check_plans([*_plans({"a": whole}, 1), *_plans({"b": gap}, 2)])
 
 
-# --- The fingerprint of a state ---------------------------------------------------------------------------------------
+# --- the fingerprint of a state ---------------------------------------------------------------------------------------
 
 
 def crc(tensor: torch.Tensor) -> int:

@@ -22,8 +22,8 @@ from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.publish import reserve
 from mcore_ckpt.storage._objects import ObjectClient
 from mcore_ckpt.storage.resolve import storage_at
-from tests.support.forked import in_child
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
+from tests.support.processes import in_child
 from tests.support.stored_saves import loaded, save, start_saving
 
 KINDS = [kind for kind, other in (("s3", "GCS"), ("gcs", "S3")) if f"MCORE_CKPT_TEST_{other}" not in os.environ]

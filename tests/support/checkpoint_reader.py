@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from tests.support.forked import in_child
+from tests.support.processes import in_child
 
 Who = Literal["ours", "stock"]
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ def reader(who: Who) -> Iterator[CheckpointReader]:
 def _seed_of(loaded: dict[str, Any]) -> int:
     import torch
 
-    from tests.support.seeded_state import tensors
+    from tests.support.states import tensors
 
     for seed in _SEEDS:
         if all(torch.equal(loaded[key], value) for key, value in tensors(seed).items()):
@@ -123,7 +123,7 @@ def _look(who: Who, directory: str, tensors_only: bool) -> Found:
     import torch.distributed.checkpoint as dcp
     from megatron.core import dist_checkpointing
 
-    from tests.support.seeded_state import sharded_state_dict, tensors
+    from tests.support.states import sharded_state_dict, tensors
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     wanted = sharded_state_dict(0)
@@ -177,7 +177,7 @@ def _answer(who: Who, directory: str, tensors_only: bool) -> str:
 def _main(who: Who) -> None:
     import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (once, for all children)
 
-    import tests.support.seeded_state  # noqa: F401
+    import tests.support.states  # noqa: F401
 
     if who == "ours":
         import mcore_ckpt

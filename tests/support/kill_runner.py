@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from mcore_ckpt import AsyncCallsQueue, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.core.errors import CheckpointError
-from tests.support.seeded_state import sharded_state_dict
+from tests.support.states import sharded_state_dict
 
 OPTIONS = SaveOptions(thread_count=2)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def children(pid: int | None = None) -> set[int]:
@@ -43,3 +47,68 @@ def suspend(*others: int, for_s: float) -> None:
     subprocess.Popen(["sh", "-c", f"sleep {for_s}; kill -CONT {' '.join(map(str, pids))}"])
     for pid in reversed(pids):
         os.kill(pid, signal.SIGSTOP)
+
+
+# --- a function in a child: what it imports, patches and leaves behind stays there ------------------------------------
+
+
+def in_child(function: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> str:
+    """Call `function(*args)` in a child of this process; what it returned, as text. Raises `AssertionError`: it raised
+    (with its traceback), or passed the deadline and was killed.
+    """
+    read_end, write_end = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        code = 0
+        try:
+            text = str(function(*args))
+        except BaseException:  # noqa: BLE001  (whatever it is, the parent reports it)
+            text, code = traceback.format_exc(), 1
+        with os.fdopen(write_end, "w") as pipe:
+            pipe.write(text)
+        sys.stderr.flush()
+        os._exit(code)
+    os.close(write_end)
+    chunks: list[bytes] = []
+    until_s = time.monotonic() + deadline_s
+    try:
+        while select.select([read_end], [], [], max(until_s - time.monotonic(), 0))[0]:
+            chunk = os.read(read_end, 1 << 16)
+            if not chunk:
+                break
+            chunks.append(chunk)
+        else:
+            os.kill(pid, signal.SIGKILL)
+            chunks.append(f"{function.__name__} still ran after {deadline_s:.0f} s".encode())
+    finally:
+        os.close(read_end)
+        _, status = os.waitpid(pid, 0)
+    text = b"".join(chunks).decode()
+    if status:
+        raise AssertionError(text or f"the child ended with status {status}")
+    return text
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Start `work` in a child, which ends without another word; its process id."""
+    from mcore_ckpt.core.errors import SaveError  # (here: processes of stock alone use this module, too)
+
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            work()
+            code = 0
+        except SaveError:
+            code = 3
+        finally:
+            os._exit(code)
+    return child
+
+
+def exit_code(child: int) -> int:
+    """Of a child that `fork` has started: 0, or 3 if a `SaveError` was raised."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.integrity import NO_SAVE_ID
+from mcore_ckpt.format.item import TensorTemplate, tensor_template
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.image.layout import TensorSpec, WriteBucket, fill_bucket, lay_out_file
 from mcore_ckpt.load.requests import ReadRequest
+from mcore_ckpt.save.staging import BucketSource
 from tests.support.local_files import flip
 
 
@@ -108,3 +114,82 @@ def flip_byte(index: CheckpointIndex, fqn: str, *, at_fraction: float) -> tuple[
     at = item.offset + int(item.length * at_fraction)
     flip(path, at, 0x40)
     return path, at
+
+
+# --- strategies of Hypothesis for boxes, and for boxes that together hold each element of a tensor once ---------------
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...], *, empty: bool = False) -> Box:
+    """A box inside `shape`; with `empty`, also one without elements."""
+    least = 0 if empty else 1
+    offsets, sizes = [], []
+    for size in shape:
+        start = draw(st.integers(0, size - least))
+        offsets.append(start)
+        sizes.append(draw(st.integers(least, size - start)))
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...], max_boxes: int = 8, *, empty: bool = False) -> list[Box]:
+    """Boxes that hold each element once: `shape` cut, and some of the parts cut again, along any axes.
+
+    With `empty`, some of the boxes may have no elements.
+    """
+    least = 0 if empty else 1
+    boxes = [Box((0,) * len(shape), tuple(shape))]
+    for _ in range(draw(st.integers(0, max_boxes - 1))):
+        at = draw(st.integers(0, len(boxes) - 1))
+        offsets, sizes = boxes[at]
+        axes = [axis for axis, size in enumerate(sizes) if size >= 2 * least]
+        if not axes:
+            continue
+        axis = draw(st.sampled_from(axes))
+        cut = draw(st.integers(least, sizes[axis] - least))
+        first = Box(offsets, (*sizes[:axis], cut, *sizes[axis + 1 :]))
+        second = Box(
+            (*offsets[:axis], offsets[axis] + cut, *offsets[axis + 1 :]),
+            (*sizes[:axis], sizes[axis] - cut, *sizes[axis + 1 :]),
+        )
+        boxes[at : at + 1] = [first, second]
+    return boxes
+
+
+# --- tensors that are stored as a whole, and items in memory, for tests that lay out files without planning a save ----
+
+
+def specs_of(tensors: Iterable[torch.Tensor]) -> list[TensorSpec]:
+    """Each tensor as the whole of a global tensor, under keys `0`, `1`, ..."""
+    specs = []
+    for number, tensor in enumerate(tensors):
+        shape = tuple(tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        specs.append(TensorSpec(str(number), dtype, shape, (0,) * len(shape), shape, tensor.nbytes))
+    return specs
+
+
+def bucket_of(*tensors: torch.Tensor, name: str = "__0_0.distcp") -> WriteBucket:
+    """What is written into a file that holds these tensors."""
+    return fill_bucket(lay_out_file(name, specs_of(tensors))[0], name, NO_SAVE_ID, [], tensors)
+
+
+def source_of(*tensors: torch.Tensor) -> BucketSource:
+    """The bytes of a file that holds these tensors."""
+    return BucketSource(bucket_of(*tensors))
+
+
+def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
+    """A complete item, from any bytes-like payload."""
+    template = tensor_template(dtype, shape)
+    payload = memoryview(payload).cast("B")
+    assert len(payload) == template.payload_bytes
+    return b"".join((template.head, payload, tail_with(template, crc32(payload))))
+
+
+def tail_with(template: TensorTemplate, crc: int) -> bytes:
+    """What stands behind a payload that has this CRC-32."""
+    tail = bytearray(template.tail)
+    for position in template.crc_positions:
+        tail[position : position + 4] = crc.to_bytes(4, "little")
+    return bytes(tail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,3 +39,22 @@ def loaded(url: str | Path, rows: int = 600, planner: Any = None) -> float:
 def start_saving(*arguments: Any, **options: Any) -> BaseProcess:
     """As `save`, in a process of its own, which ends with 1 if the save fails."""
     return start_apart(partial(save, *arguments, **options))
+
+
+# --- shards as this package looks at them, where no Megatron is needed ------------------------------------------------
+
+
+def shard(key: str, data: Any, shape: tuple[int, ...], offset: tuple[int, ...], replica: Any = 0, **more: Any) -> Any:
+    """What this package looks at of Megatron's `ShardedTensor`."""
+    fields = {
+        "key": key,
+        "data": data,
+        "local_shape": tuple(data.shape) if isinstance(data, torch.Tensor) else shape,
+        "global_shape": shape,
+        "global_offset": offset,
+        "replica_id": replica,
+        "prepend_axis_num": 0,
+        "flattened_range": None,
+        "allow_shape_mismatch": False,
+    }
+    return SimpleNamespace(**{**fields, **more})

@@ -19,8 +19,7 @@ from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from tests.support.local_files import flip
 from tests.support.model_like import model_tensors, write_model
-from tests.support.stored_layouts import StoredTensor, write_checkpoint
-from tests.support.tilings import tilings
+from tests.support.stored_layouts import StoredTensor, tilings, write_checkpoint
 
 pytestmark = pytest.mark.quick
 

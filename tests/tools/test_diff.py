@@ -205,7 +205,7 @@ class TestValuesOfTheCommonState:
         assert "common.pt" in capsys.readouterr().err
 
 
-# --- Fingerprints -----------------------------------------------------------------------------------------------------
+# --- fingerprints -----------------------------------------------------------------------------------------------------
 
 GOLDEN = Path(__file__).parents[1] / "format" / "golden"
 ROWS = "decoder.layers.1.mlp.linear_fc1.weight"

@@ -25,9 +25,9 @@ from mcore_ckpt.load.checks import checks_of
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
-from tests.support.forked import in_child
 from tests.support.local_files import data_file, flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+from tests.support.processes import in_child
 from tests.support.stored_saves import loaded, save
 
 MISSING = "__0_1.distcp"
