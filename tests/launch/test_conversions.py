@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import mcore_ckpt
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
 from mcore_ckpt.models.logits import check_logits
 from mcore_ckpt.tools.diff import diff_checkpoints
 from tests.launch.pretrain import launch, megatron_lm, tracked_iteration
@@ -55,6 +55,22 @@ def test_what_a_launch_has_trained_is_that_model_there_and_back(launches: Path, 
     by_arguments = ["--use-checkpoint-args", "--finetune", "--train-iters", "3", "--tensor-model-parallel-size", "2"]
     told = launch("ours", 2, ["--load", str(start.parent), *by_arguments], launches / "llama-told")
     assert told.losses == on.losses
+
+
+def test_a_launch_starts_from_the_average_of_others(launches: Path, tmp_path: Path) -> None:
+    trained, arguments = launches / "averaged-checkpoints", [*_LLAMA, "--bf16", "--use-distributed-optimizer"]
+    launch("ours", 2, [*arguments, "--save", str(trained), "--save-interval", "3"], launches / "averaged")
+    sources = [trained / f"iter_000000{n}" for n in (3, 6)]
+    report = merge_checkpoints(sources, tmp_path / "start" / "release", tp=1, pp=1)
+    assert "iteration of the common state" in report.left_out
+    merge_checkpoints(sources[1:], tmp_path / "masters", masters=True)  # of flat buckets, by their tables
+    difference = diff_checkpoints(tmp_path / "masters", sources[1])
+    assert not difference.only_in_a
+    assert all(tensor.same for tensor in difference.tensors)
+    start = [*arguments, _TP, "1", "--load", str(tmp_path / "start"), "--finetune", "--train-iters", "3"]
+    losses = [launch(side, 1, start, launches / f"averaged-{side}").losses for side in ("stock", "ours")]
+    assert sorted(losses[0]) == [1, 2, 3]
+    assert losses[0] == losses[1]
 
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
