@@ -192,6 +192,8 @@ def _lines_of(report: VerifyReport, other: Path | None, accepted: str | None) ->
     if {*report.refused} - allowed and "*" not in allowed:
         held = "; ".join(_some([one_line(f"{name} in {key}") for name, key in report.refused.items()]))
         lines.append(f"loads need MCORE_CKPT_ALLOWED_CLASSES={one_line(','.join(report.refused))}: it holds {held}")
+    if report.removed is not None:
+        lines.append(one_line(f"model only: {report.removed.said}; `mcore-ckpt copy` of a full copy brings it back"))
     verdict = "valid" if report.whole else f"DAMAGED, {counted(len(report.problems), 'problem')}"
     lines.append(
         f"{one_line(report.path)}: {verdict}: {counted(report.items, 'item')}, {counted(report.records, 'checksum')}, "
@@ -251,8 +253,12 @@ def run_copy(arguments: argparse.Namespace) -> Outcome:
 
 def add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
-    parser.add_argument(
-        "--keep-last", type=int, required=True, metavar="N", help="the newest N complete checkpoints stay, at least one"
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--keep-last", type=int, metavar="N", help="the newest N complete checkpoints stay, at least one; others go"
+    )
+    which.add_argument(
+        "--optimizer-last", type=int, metavar="N", help="as --keep-last; of others the optimizer's state alone goes"
     )
     parser.add_argument("--keep-every", type=int, metavar="N", help="iterations that are multiples of N stay")
     what = parser.add_mutually_exclusive_group()
@@ -263,19 +269,25 @@ def add_prune(parser: argparse.ArgumentParser) -> None:
 def run_prune(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.directory.retention import prune_run
 
-    report = prune_run(
-        arguments.run, keep_last=arguments.keep_last, keep_every=arguments.keep_every, remove=arguments.yes
-    )
+    options = {"keep_every": arguments.keep_every, "remove": arguments.yes}
+    goes, made = "remove", ("to remove", "removed")
+    if arguments.optimizer_last is None:
+        report = prune_run(arguments.run, keep_last=arguments.keep_last, **options)
+    else:
+        from mcore_ckpt.reshard.model_only import remove_optimizers
+
+        goes, made = "model only", ("to make model-only", "made model-only")
+        report = remove_optimizers(arguments.run, keep_last=arguments.optimizer_last, **options)
     rows, notes, documents = [], [], []
     for decision in report.decisions:
         found = decision.checkpoint
-        rows.append((found.name, "keep" if decision.keep else "remove", human_bytes(found.size_bytes), decision.reason))
+        rows.append((found.name, "keep" if decision.keep else goes, human_bytes(found.size_bytes), decision.reason))
         if decision.left:
             notes.append(f"{found.path}: not of the checkpoint, still there: {', '.join(decision.left[:5])}")
         documents.append(document_of(decision, checkpoint=document_of(found, name=found.name, whole=found.whole)))
     going = sum(not decision.keep for decision in report.decisions)
-    verb = "removed" if report.removed else "to remove"
-    text = f"{report.path}: {going} of {counted(len(rows), 'checkpoint')} {verb}, {human_bytes(report.freed_bytes)}"
+    text = f"{report.path}: {going} of {counted(len(rows), 'checkpoint')} {made[report.removed]}, "
+    text += human_bytes(report.freed_bytes)
     if going and not report.removed:
         text += "; nothing was removed (--yes does it)"
     lines = [table(("checkpoint", "", "size", "why"), rows, right=(2,)), *notes, text]

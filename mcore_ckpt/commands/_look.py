@@ -51,8 +51,9 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
     rows, notes, documents = [], [], []
     for listed in report.checkpoints:
         found = listed.checkpoint
-        age_s = None if found.saved_at_s is None else max(0.0, now_s - found.saved_at_s)
+        age_s = None if found.made_at_s is None else max(0.0, now_s - found.made_at_s)
         state = "complete" if found.whole else "INCOMPLETE" if found.problems else "WRITTEN BY SOMETHING NEWER"
+        state += "" if found.removed is None else ", model only"
         if found.locked:
             state += ", left by a save that is gone" if found.abandoned else ", being written"
         if found.drain is not None:
@@ -392,7 +393,8 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
         progress=False if arguments.quiet else None,
     )
     shown = [tensor for tensor in report.tensors if arguments.all or not tensor.same]
-    left_out = is_optimizer_key if report.optimizer_differs and not arguments.all else lambda _: False
+    apart = report.optimizer_differs or any(report.removed)
+    left_out = is_optimizer_key if apart and not arguments.all else lambda _: False
     lines = [one_line(f"only in A: {key}") for key in report.only_in_a if not left_out(key)]
     lines += [one_line(f"only in B: {key}") for key in report.only_in_b if not left_out(key)]
     lines += [one_line(f"object differs: {key}") for key in report.objects_differ]
@@ -418,6 +420,8 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
     lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
     lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
     lines[-1] += f", {len(report.only_in_b)} only in B{compared}"
+    said = zip((report.a, report.b), report.removed, strict=True)
+    lines += [one_line(f"{path}: {removed.said}") for path, removed in said if removed]
     if report.optimizer_differs:
         lines += _other_layouts(report)
     document = document_of(

@@ -191,8 +191,8 @@ _COMMANDS: Final = {
     ),
     "prune": _Command(
         _CHANGE,
-        "delete a run's old checkpoints",
-        ("run --keep-last 3", "run --keep-last 3 --keep-every 1000 --yes"),
+        "delete a run's old checkpoints, or their optimizers' state",
+        ("run --keep-last 3", "run --keep-last 3 --keep-every 1000 --yes", "run --optimizer-last 2 --yes"),
     ),
     "reshard": _Command(
         _CONVERT,

@@ -268,7 +268,9 @@ class SaveOptions(_FromEnvironment):
         keep_last: checkpoints of the run that stay, the newest complete ones; older ones are removed in the background
             when a save has been published, as `prune_run` does, so that the disk does not fill; with `drain_to` when
             they are in the second tier. None removes nothing.
-        keep_every: with `keep_last`, iterations that are multiples of it stay, too, to evaluate them or go back to.
+        keep_every: with `keep_last` or `keep_optimizer_last`, iterations that are multiples of it stay as they are.
+        keep_optimizer_last: checkpoints of the run that keep the optimizer's state, the newest complete ones; older
+            ones become model-only in the background, in place, to evaluate or export them. None keeps it in all.
         drain_to: directory or URL of the run in a second tier, such as `s3://bucket/run`: each checkpoint is copied
             there in the background when it has been published, and committed there. Ranks may then save to disks of
             their own nodes.
@@ -294,6 +296,7 @@ class SaveOptions(_FromEnvironment):
     write_deadline_s: float | None = None
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_optimizer_last: int | None = None
     drain_to: str | None = None
     export_to: str | None = None
     export_config: str | None = None
@@ -303,15 +306,18 @@ class SaveOptions(_FromEnvironment):
     @property
     def has_upkeep(self) -> bool:
         """Whether something is to be done when a checkpoint has been published."""
-        return (self.keep_last, self.drain_to, self.export_to) != (None, None, None)
+        return any((self.keep_last, self.keep_optimizer_last, self.drain_to, self.export_to))
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _at_least("thread_count", self.thread_count, 1)
         _at_least("keep_last", self.keep_last, 1)
         _at_least("keep_every", self.keep_every, 1)
-        if self.keep_every is not None and self.keep_last is None:
-            raise OptionError(f"keep_every={self.keep_every}: without keep_last nothing is removed; set keep_last, too")
+        _at_least("keep_optimizer_last", self.keep_optimizer_last, 1)
+        if self.keep_every is not None and (self.keep_last, self.keep_optimizer_last) == (None, None):
+            raise OptionError(
+                f"keep_every={self.keep_every}: without keep_last or keep_optimizer_last nothing is removed"
+            )
         _check_directory("drain_to", self.drain_to)
         _check_directory("export_to", self.export_to)
         _check_directory("export_config", self.export_config, local_path)

@@ -39,6 +39,7 @@ from mcore_ckpt.directory.in_force import (
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
+    Removed,
     parse_object_key,
 )
 from mcore_ckpt.format.metadata_read import (
@@ -158,11 +159,17 @@ class RunCheckpoint:
     abandoned: bool = False  # `locked`, and all saves that have locked it are gone, by what this host can see
     newer: str | None = None  # why this version cannot read it, where something newer has written it; no damage
     drain: DrainNote | None = None  # what is noted of its copy to a second tier
+    removed: Removed | None = None  # what it had when it was saved, and has no longer
 
     @property
     def name(self) -> str:
         """Name of its directory."""
         return self.path.name
+
+    @property
+    def made_at_s(self) -> float | None:
+        """When it was saved: `saved_at_s`, but for what was removed of it since."""
+        return self.saved_at_s if self.removed is None else self.removed.saved_at_ns / 1e9
 
     @property
     def whole(self) -> bool:
@@ -233,6 +240,7 @@ def _look_once(directory: Path, tracked: str | None) -> tuple[RunCheckpoint, Che
         abandoned=abandoned,
         newer=newer,
         drain=drain,
+        removed=None if index is None else index.removed,
     )
     return checkpoint, index
 

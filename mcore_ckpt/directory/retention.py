@@ -21,7 +21,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
@@ -61,10 +63,10 @@ from mcore_ckpt.storage.resolve import storage_at
 _ASIDE = ".mcore_ckpt_removed."
 _ASIDE_NAME = re.compile(re.escape(_ASIDE) + r"(?P<judged>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<name>.+)")
 # What a note says in a directory that is being removed.
-_REMOVAL = "removal"
+REMOVAL: Final = "removal"
 _READ = "a load is reading it"
 NOT_COPIED = "it is not in the second tier"
-_LOCKED = "a save is at work in it, or has died there"
+LOCKED: Final = "a save is at work in it, or has died there"
 # A mark in a store is taken away within so long, or stays.
 _MARK_GOES_WITHIN_S = REMOVED_YOUNG_S / 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -82,12 +84,14 @@ class PruneDecision:
         keep: whether it stays.
         reason: why.
         left: with `keep` false and after a removal, names in its directory that were not its own and are still there.
+        stays_bytes: with `keep` false, bytes of it that stay, where its optimizer's state goes alone.
     """
 
     checkpoint: RunCheckpoint
     keep: bool
     reason: str
     left: tuple[str, ...] = ()
+    stays_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,8 @@ class PruneReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of the checkpoints that go."""
-        return sum(decision.checkpoint.size_bytes for decision in self.decisions if not decision.keep)
+        """Bytes of the checkpoints, or of their optimizers' state, that go."""
+        return sum(each.checkpoint.size_bytes - each.stays_bytes for each in self.decisions if not each.keep)
 
 
 def prune_run(
@@ -200,7 +204,7 @@ def _newest(whole: list[RunCheckpoint], keep_last: int, saved_last: int | None) 
     """`whole` is sorted by number. A number above the last save is of a branch that the run has left, or of a later
     save: neither counts.
     """
-    times = {each.iteration: each.saved_at_s or 0.0 for each in whole if each.iteration is not None}
+    times = {each.iteration: each.made_at_s or 0.0 for each in whole if each.iteration is not None}
     by_time = sorted(times, key=lambda iteration: (times[iteration], iteration))
     head = saved_last if saved_last is not None else (by_time[-1] if by_time else 0)
     below = [iteration for iteration in times if iteration <= head]
@@ -225,8 +229,8 @@ def _reason_to_keep(
         return "the tracker file names it"
     if checkpoint.name in links:
         return "its directory is a link"
-    if checkpoint.locked and not _is_of_removals(storage_at(checkpoint.path)):
-        return _LOCKED
+    if checkpoint.locked and not is_of_removals(storage_at(checkpoint.path)):
+        return LOCKED
     if _half_removed(storage_at(checkpoint.path)):
         return None
     if newest.lowest is None:
@@ -288,7 +292,7 @@ def _not_copied(storage: Storage) -> str | None:
     return f"{NOT_COPIED}, {note.to}"
 
 
-def _is_of_removals(storage: Storage, own: str = "") -> bool:
+def is_of_removals(storage: Storage, own: str = "") -> bool:
     """Whether removals alone have left notes in a directory, but for one's own, and none of them is known to be at
     work.
     """
@@ -296,37 +300,40 @@ def _is_of_removals(storage: Storage, own: str = "") -> bool:
         found = [owner for owner in notes(storage, storage.list()) if owner.save != own]
     except LoadError:
         return False
-    return all((owner.noted or {}).get(_REMOVAL) is True and owner.process_state() != "alive" for owner in found)
+    return all((owner.noted or {}).get(REMOVAL) is True and owner.process_state() != "alive" for owner in found)
+
+
+def reason_to_stay(checkpoint: RunCheckpoint, run: str | os.PathLike[str], own: str, there: Storage) -> str | None:
+    """Why a checkpoint of which something is being removed, under a note of one's own, must stay as it is; None: it can
+    go on. `there`: where it lies now.
+    """
+    if tracked_name(run) == checkpoint.name:
+        return "the tracker file names it"
+    published = there.version(METADATA_FILE)
+    if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
+        return "it has been saved again"
+    if not is_of_removals(there, own):
+        return LOCKED
+    note = there.version(note_name(own))
+    return _reason_to_wait(there, None if note is None else note.modified_ns)
 
 
 def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDecision:
     """Remove a checkpoint, unless it has come into use meanwhile."""
     storage = storage_at(checkpoint.path)
-    if not _is_of_removals(storage):
-        return PruneDecision(checkpoint, True, _LOCKED)
+    if not is_of_removals(storage):
+        return PruneDecision(checkpoint, True, LOCKED)
     try:
-        commit = Commit.begin(storage, {_REMOVAL: True})
+        commit = Commit.begin(storage, {REMOVAL: True})
     except SaveError as error:
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in _FULL:
-            if _is_of_removals(storage):
+            if is_of_removals(storage):
                 raise SaveError(f"{checkpoint.path}: cannot be removed: {error}") from error
-            return PruneDecision(checkpoint, True, _LOCKED)
+            return PruneDecision(checkpoint, True, LOCKED)
         commit = None  # the note keeps saves out, as a rule; where no space is left, none can be made
-    own = "" if commit is None else commit.id
-
-    def reason(there: Storage) -> str | None:
-        if tracked_name(run) == checkpoint.name:
-            return "the tracker file names it"
-        published = there.version(METADATA_FILE)
-        if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
-            return "it has been saved again"
-        if not _is_of_removals(there, own):
-            return _LOCKED
-        return _reason_to_wait(there, None if note is None else note.modified_ns)
-
+    reason = partial(reason_to_stay, checkpoint, run, "" if commit is None else commit.id)
     try:
-        note = storage.version(note_name(own))
         if (why := reason(storage)) is not None:
             return PruneDecision(checkpoint, True, why)
         if storage.is_store:
@@ -353,7 +360,7 @@ def _removed_aside(checkpoint: RunCheckpoint, reason: Callable[[Storage], str | 
     aside = directory.parent / name
     directory.rename(aside)
     storage = storage_at(aside)
-    why = _LOCKED if _sum(identity_in_force(storage)) != _sum(judged) else reason(storage)
+    why = LOCKED if _sum(identity_in_force(storage)) != _sum(judged) else reason(storage)
     if why is not None:
         _bring_back(aside, directory)
         return PruneDecision(checkpoint, True, why)

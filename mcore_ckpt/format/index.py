@@ -15,7 +15,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
@@ -244,6 +244,14 @@ class ObjectEntry:
     item: StoredItem
 
 
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What a checkpoint that stays has lost since it was saved."""
+
+    said: str  # what, when, and by which setting
+    saved_at_ns: int  # when the checkpoint was published with it, since 1970
+
+
 # The name of Megatron's note of a parameter's own global shape, where its stretches are stored as rows of a grid.
 ORIGINAL_SHAPE: Final = "nd_reformulated_orig_global_shape"
 
@@ -266,6 +274,7 @@ class CheckpointIndex:
     manifest: Manifest | None = None  # what `.metadata` says of its files and their bytes, if this package wrote it
     # By file and offset of the item, the cumulative CRCs that the manifest keeps of a payload.
     blocks: dict[tuple[str, int], array[int]] = field(default_factory=dict)
+    removed: Removed | None = None  # what it had when it was saved, and has no longer
     # The stored fingerprint of tensors by key, of this very index: `replace` gives another one none.
     fingerprints: Mapping[str, int] = field(init=False, default_factory=dict, compare=False, repr=False)
 
@@ -486,7 +495,8 @@ def read_columns(manifest: Manifest, path: str, file: str, dtypes: Collection[st
     planner_data = _paths(of_objects, paths, [*tensors.names, *keys]) if paths else None
     details = _details(of_objects, bytes(text))
     blocks = named_blocks(manifest, lambda n: places.item(n) if n < chunks else items[n - chunks])
-    return CheckpointIndex(path, tensors, objects, planner_data, mcore_data, *details, manifest=manifest, blocks=blocks)
+    found = CheckpointIndex(path, tensors, objects, planner_data, mcore_data, manifest=manifest, blocks=blocks)
+    return replace(found, **details)
 
 
 def _read_tensors(
@@ -605,7 +615,7 @@ def _paths(columns: Columns, lengths: array[int], keys: Sequence[str]) -> dict[s
     return found
 
 
-def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str | None]:
+def _details(columns: Columns, text: bytes) -> dict[str, Any]:
     try:
         details = json.loads(text)
         meta, version = details["storage_meta"], details["version"]
@@ -614,8 +624,10 @@ def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str 
                 **{name: None if meta[name] is None else str(meta[name]) for name in META_IDS},
                 "modules": [str(name) for name in meta["modules"]],
             }
-        return meta, None if version is None else str(version)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if (removed := details.get("removed")) is not None:
+            removed = Removed(str(removed["said"]), int(removed["saved_at_ns"]))
+        return {"storage_meta": meta, "version": None if version is None else str(version), "removed": removed}
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise columns.wrong(f"its details cannot be read ({type(error).__name__})") from error
 
 

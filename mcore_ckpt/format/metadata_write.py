@@ -23,7 +23,7 @@ import io
 import pickle
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
@@ -163,6 +163,7 @@ class MetadataEncoder:
         self._planner_data = index.planner_data
         self._keys = list(index.tensors) if index.planner_data is not None else []
         self._columns = tensor_section(index.tensors.values(), index.mcore_data)
+        self._removed = {} if index.removed is None else {"removed": asdict(index.removed)}
 
     def encode(
         self,
@@ -202,7 +203,7 @@ class MetadataEncoder:
         if manifest is None:
             return content
         # (The last is what earlier versions of this package ask for.)
-        details = {"storage_meta": meta, "version": self._version, "has_local_plans": False}
+        details = {"storage_meta": meta, "version": self._version, "has_local_plans": False, **self._removed}
         return with_manifest(content, self._with_columns(manifest, objects, renamed, details))
 
     def _with_columns(

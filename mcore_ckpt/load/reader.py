@@ -227,7 +227,8 @@ class CheckpointReader:
         if entry is None:
             if fqn in self.index.tensors:
                 raise KindMismatchError(f"{fqn}: an object is requested, but {self.path} holds a tensor under this key")
-            raise missing_key(fqn, f"the checkpoint {self.path}", [*self.index.tensors, *self.index.objects])
+            keys = [*self.index.tensors, *self.index.objects]
+            raise missing_key(fqn, f"the checkpoint {self.path}", keys, self.index.removed)
         return entry
 
 

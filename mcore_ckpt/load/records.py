@@ -35,7 +35,7 @@ from mcore_ckpt.core.errors import (
     MissingKeyError,
 )
 from mcore_ckpt.core.options import PageCache, checkpoint_path
-from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, Removed, StoredChunk, StoredItem
 from mcore_ckpt.format.integrity import BLOCK_BYTES, tells_save
 from mcore_ckpt.format.item import LocatedTensor, verify_records
 from mcore_ckpt.format.metadata_read import checked_footer, index_name, read_index
@@ -282,13 +282,14 @@ def replaced_error(directory: str | PurePath, what: str) -> LoadError:
     )
 
 
-def missing_key(fqn: str, where: str, keys: Iterable[str]) -> MissingKeyError:
-    """The error for a key that a checkpoint does not have; names the keys most like it."""
+def missing_key(fqn: str, where: str, keys: Iterable[str], removed: Removed | None = None) -> MissingKeyError:
+    """The error for a key that a checkpoint does not have; names the keys most like it, and what was removed."""
     import difflib  # (seldom needed, and slow to import)
 
     known = list(keys)
     close = difflib.get_close_matches(fqn, known[:5000], n=3, cutoff=0.6)
     hint = f"similar keys: {', '.join(close)}" if close else f"none of its {counted(len(known), 'key')} is similar"
+    hint = hint if removed is None else f"{removed.said}; {hint}"
     return MissingKeyError(f"{fqn}: {where} has no such key; {hint}")
 
 

@@ -203,7 +203,7 @@ def tensor_entry(fqn: str, index: CheckpointIndex) -> TensorEntry:
         return entry
     if fqn in index.objects:
         raise KindMismatchError(f"{fqn}: a tensor is requested, but {index.path} holds an object under this key")
-    raise missing_key(fqn, f"the checkpoint {index.path}", [*index.tensors, *index.objects])
+    raise missing_key(fqn, f"the checkpoint {index.path}", [*index.tensors, *index.objects], index.removed)
 
 
 @lru_cache(maxsize=4096)

@@ -240,9 +240,10 @@ def declared_reshardable(common: Any, directory: Path) -> Any:
         return common
     reader = CheckpointReader(directory)
     holders = table_holders(reader.index).values()
-    if not any(map(is_flat_bucket, reader.index.tensors)):  # an optimizer of another kind
+    is_removed = reader.index.removed is not None  # which the load says, if it is asked for
+    if not any(map(is_flat_bucket, reader.index.tensors)) and not is_removed:  # an optimizer of another kind
         return common
-    if not any(member_of(reader.object_bytes(key), TABLE_MEMBER) for key in sorted(holders)[:1]):
+    if not is_removed and not any(member_of(reader.object_bytes(key), TABLE_MEMBER) for key in sorted(holders)[:1]):
         if is_first_rank():  # what Megatron-LM raises names an option that does not help
             _logger.warning("%s was saved under another TP or PP%s", directory, _advice_on_layout(directory))
         return common

@@ -38,6 +38,7 @@ from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadError,
+    MissingKeyError,
     SaveError,
     UnsafePickleError,
 )
@@ -63,6 +64,7 @@ from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
 from mcore_ckpt.megatron.calls import (
+    MegatronLoad,
     MegatronSave,
     current_load,
     current_resume,
@@ -333,6 +335,8 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
                     if resume is not None:
                         call.version, resume.load = metadata_version(path), call
                     state = sharded_state_dict
+                    if is_ours(arguments.get("sharded_strategy")):
+                        _refuse_removed(state, call)
                     if call.asks_for_buckets:
                         from mcore_ckpt.megatron.other_division import under_this_division  # (few loads do)
 
@@ -353,6 +357,17 @@ def _asks_for_buckets(state: Any) -> bool:
     from mcore_ckpt.megatron.other_division import has_flat_state
 
     return has_flat_state(state)
+
+
+def _refuse_removed(state: Any, call: MegatronLoad) -> None:
+    """Raise `MissingKeyError` if the optimizer's state is asked for, and was removed: Megatron may fail later."""
+    if isinstance(state, dict) and state.get("optimizer"):
+        call.reader = opened_reader(call.directory, call.options, metadata_version(call.directory))
+        if (removed := call.reader.index.removed) is not None:
+            raise MissingKeyError(
+                f"{call.directory}: {removed.said}, and this job asks for it. Start from the model alone "
+                "(--no-load-optim or --finetune), or load a full copy of this checkpoint, or another one"
+            )
 
 
 def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, process_group: Any) -> Any:
@@ -497,7 +512,7 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
     all tensors of that one, in the same shapes: what was read of them already would stay. `CorruptCheckpointError`:
     there is none.
     """
-    from mcore_ckpt.directory.iterations import iteration_directories
+    from mcore_ckpt.directory.iterations import iteration_directories, look_at
 
     run = damaged.absolute().parent
     iteration, wanted = iteration_of(damaged.name), _shapes(damaged)
@@ -509,6 +524,8 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
             if found is None or found >= iteration or _is_of_another_format(candidate):
                 continue
             if _problem(candidate, options) is not None or not wanted.items() <= _shapes(candidate).items():
+                continue
+            if not wanted and look_at(candidate)[0].removed is not None:  # it may lack what the damaged one had
                 continue
             if is_first_rank():
                 _logger.warning(

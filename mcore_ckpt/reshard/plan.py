@@ -199,14 +199,14 @@ class DividedTensor(NamedTuple):
 class _Contents:
     """Tensors and objects of the files of one part of the work, as they are planned."""
 
-    def __init__(self, source: CheckpointIndex, number: int, parts: int) -> None:
-        self._source, self._number, self._parts = source, number, parts
+    def __init__(self, source: CheckpointIndex, number: int, parts: int, name_of: Callable[[str], str]) -> None:
+        self._source, self._number, self._parts, self._name_of = source, number, parts, name_of
         self.specs: dict[str, list[TensorSpec]] = {}
         self.objects: dict[str, list[ObjectEntry]] = {}
 
     def file_of(self, rank: int, again: int = 0) -> str:
         """The name of a rank's file, or of one more for what does not come `again` in the order of the first."""
-        return data_file_name(rank, self._number + self._parts * again)
+        return self._name_of(data_file_name(rank, self._number + self._parts * again))
 
     def add(self, tensor: DividedTensor, target: int, file: str) -> None:
         """Put a slice of a tensor behind what a file holds."""
@@ -251,9 +251,14 @@ def _is_behind(box: Box, other: Box) -> bool:
 
 
 def plan_torch_dist(
-    index: CheckpointIndex, tensors: Sequence[DividedTensor], objects: Iterable[tuple[ObjectEntry, int]], workers: int
+    index: CheckpointIndex,
+    tensors: Sequence[DividedTensor],
+    objects: Iterable[tuple[ObjectEntry, int]],
+    workers: int,
+    name_of: Callable[[str], str] = str,
 ) -> TargetPlan:
-    """Plan what imaginary ranks would save. Objects, each with its rank, are copied as they are.
+    """Plan what imaginary ranks would save. Objects, each with its rank, are copied as they are. `name_of`: the name of
+    a file, by its usual one.
 
     Blocks of tensors are taken in the order of the source, in parts; each rank has a file for each part.
     """
@@ -266,7 +271,7 @@ def plan_torch_dist(
     found.sort(key=lambda one: one[0].entry.chunks[one[1].sources[0]].item[:2])
     nbytes = sum(_cost(one) for one in found)
     number = max(workers, min(_MOST_PARTS, nbytes // _PART_BYTES))
-    contents = [_Contents(index, n, number) for n in range(number)]
+    contents = [_Contents(index, n, number, name_of) for n in range(number)]
     for entry, rank in objects:
         contents[0].objects.setdefault(contents[0].file_of(rank), []).append(entry)
     for tensor, n in empty:
@@ -307,14 +312,18 @@ def _index_of(
         for entry, offset, length in zip(file.objects, place_objects(lengths), lengths, strict=True):
             objects[entry.fqn] = ObjectEntry(entry.fqn, StoredItem(file.name, offset, length))
     keys = {tensor.entry.fqn: tensor.key for tensor in tensors}
+    paths = source.planner_data
+    if isinstance(paths, dict):  # of what was left out, none: the index would have no columns
+        paths = {key: path for key, path in paths.items() if key in keys or key in objects}
     return CheckpointIndex(
         source.path,
         entries,
         objects,
-        planner_data=source.planner_data,
+        planner_data=paths,
         mcore_data={keys[fqn]: data for fqn, data in source.mcore_data.items() if fqn in keys},
         storage_meta=source.storage_meta,
         version=source.version,
+        removed=source.removed,
     ), order
 
 

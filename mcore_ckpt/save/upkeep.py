@@ -1,5 +1,5 @@
-"""What a process of its own does for a run between its saves: remove old checkpoints, copy new ones to a second tier,
-export their models.
+"""What a process of its own does for a run between its saves: remove old checkpoints or their optimizer's state, copy
+new ones to a second tier, export their models.
 
 The coordinator of a save asks for it when the checkpoint is published, and training goes on; where each node has its
 own disk, one rank of each node does. The process is a bare interpreter without torch, and gives way to training. What
@@ -71,13 +71,14 @@ def checkpoint_published(directory: Path, options: SaveOptions, *, is_coordinato
     directory = directory.absolute()
     if iteration_of(directory.name) is None:
         _say_once(
-            f"{directory}: is not named as iter_0000100, and so no checkpoint of a run: keep_last, drain_to and "
-            "export_to do nothing here"
+            f"{directory}: is not named as iter_0000100, and so no checkpoint of a run: keep_last, drain_to, "
+            "keep_optimizer_last and export_to do nothing here"
         )
         return
     task = {"run": str(directory.parent), "name": directory.name}
-    if options.keep_last is not None:
-        _ask({**task, "keep_last": options.keep_last, "keep_every": options.keep_every})
+    kept = {"keep_last": options.keep_last, "keep_optimizer_last": options.keep_optimizer_last}
+    if any(kept.values()):
+        _ask({**task, **kept, "keep_every": options.keep_every})
     if options.drain_to is not None:
         _ask({**task, "drain_to": str(second_tier(options))})
     if options.export_to is not None and is_coordinator:
@@ -267,8 +268,9 @@ _TRACKER_PERIOD_S: Final = 0.5
 _FIRST_PAUSE_S: Final = 2.0
 _LONGEST_PAUSE_S: Final = 300.0
 _PARTS_PERIOD_S: Final = 1.0
-# By its name: conversions build upon saves.
+# By their names: conversions build upon saves.
 _EXPORTER: Final = "mcore_ckpt.models.conversions"
+_MODEL_ONLY: Final = "mcore_ckpt.reshard.model_only"
 # So long a trainer that ends waits for the parts of other nodes.
 _PARTS_WITHIN_S: Final = 300.0
 
@@ -338,7 +340,16 @@ def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Eve
             _remove_old(**task)
 
 
-def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
+def _remove_old(
+    run: str, name: str, keep_last: int | None, keep_every: int | None, keep_optimizer_last: int | None
+) -> None:
+    if keep_last is not None:
+        _remove_checkpoints(run, name, keep_last, keep_every)
+    if keep_optimizer_last is not None:
+        _remove_optimizers(run, name, keep_optimizer_last, keep_every)
+
+
+def _remove_checkpoints(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
     try:
         report = prune_run(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=name)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log: the next save tries again)
@@ -351,6 +362,30 @@ def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> 
     if waiting := [decision for decision in report.decisions if decision.reason.startswith(NOT_COPIED)]:
         names = ", ".join(decision.checkpoint.name for decision in waiting)
         _say(logging.WARNING, f"{run}: more than keep_last={keep_last} stay, {names}: {waiting[0].reason}")
+
+
+def _remove_optimizers(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
+    what = "the optimizer's state of"
+    try:
+        said = _answer_of(_MODEL_ONLY, run, keep_last, keep_every, name)
+    except Exception as error:  # noqa: BLE001  (as above)
+        _say(logging.WARNING, f"{run}: {what} old checkpoints could not be removed after {name}: {_words(error)}")
+        return
+    if said["names"]:
+        freed = human_bytes(said["nbytes"])
+        _say(logging.INFO, f"{run}: removed {what} {', '.join(said['names'])} ({freed}) after {name}")
+
+
+def _answer_of(module: str, *arguments: str | int | None) -> dict[str, Any]:
+    """What a process says in the end that runs `main` of a later layer. Raises `SaveError`."""
+    process = start_interpreter(module, os.getpid(), *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    answer, _ = process.communicate()
+    if process.returncode:
+        raise SaveError(f"the process that does it {exit_text(process.returncode)}")
+    said: dict[str, Any] = json.loads(answer)
+    if "error" in said:
+        raise SaveError(said["error"])
+    return said
 
 
 def _export(tasks: queue.SimpleQueue[dict[str, Any] | None]) -> None:
@@ -390,15 +425,7 @@ def _export_model(run: str, name: str, export_to: str, hf_config: str | None) ->
     try:
         storage_at(run).publish(EXPORTS_FILE, export_to.encode())  # for `list`
         with storage_at(source).in_use(METADATA_FILE):
-            process = start_interpreter(
-                _EXPORTER, os.getpid(), str(source), str(target), hf_config, stdin=subprocess.DEVNULL, stdout=-1
-            )
-            answer, _ = process.communicate()
-        if process.returncode:
-            raise SaveError(f"the process that exports {exit_text(process.returncode)}")
-        said = json.loads(answer)
-        if "error" in said:
-            raise SaveError(said["error"])
+            said = _answer_of(_EXPORTER, str(source), str(target), hf_config)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log)
         _say(logging.WARNING, f"{source}: could not be exported to {target}: {_words(error)}")
         return

@@ -153,7 +153,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def missing(self, key: str) -> MissingKeyError:
         """The error for a key that is not there."""
-        return missing_key(key, f"the checkpoint {self.path}", self)
+        return missing_key(key, f"the checkpoint {self.path}", self, self.index.removed)
 
     def close(self) -> None:
         """Close its files; what was read stays valid."""

@@ -30,7 +30,7 @@ from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, st
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.directory.iterations import refuse_incomplete
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, Removed, StoredChunk, TensorEntry
 from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.state_file import StoredStorage
@@ -312,6 +312,7 @@ class DiffReport:
     common_values: what differs in these, where their values are plain or have named parts, as arguments do.
     not_compared: those of which it cannot be told whether they do.
     optimizer_layouts: Megatron's names of the layouts of the optimizer's state; None without one.
+    removed: of each, what it had when it was saved, and has no longer.
     """
 
     a: str
@@ -326,6 +327,7 @@ class DiffReport:
     common_values: tuple[CommonDiff, ...] = ()
     not_compared: tuple[str, ...] = ()
     optimizer_layouts: tuple[str | None, str | None] = (None, None)
+    removed: tuple[Removed | None, Removed | None] = (None, None)
 
     @property
     def optimizer_differs(self) -> bool:
@@ -438,6 +440,7 @@ def diff_checkpoints(
         common_values=tuple(common_values),
         not_compared=not_compared,
         optimizer_layouts=(optimizer_layout(left, {}), optimizer_layout(right, {})),
+        removed=(left.removed, right.removed),
     )
 
 

@@ -23,7 +23,7 @@ from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path, local_path
 from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons
-from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import (
     METADATA_FILE,
@@ -123,6 +123,7 @@ class CheckpointSummary:
         trained_layout: the one that Megatron's arguments name, if they are stored.
         arguments: Megatron's arguments, as stored.
         problems: what the index names but cannot be there.
+        removed: what it had when it was saved, and has no longer.
     """
 
     path: str
@@ -147,6 +148,7 @@ class CheckpointSummary:
     groups: tuple[GroupRow, ...]
     arguments: dict[str, Any]
     problems: tuple[str, ...]
+    removed: Removed | None = None
 
     @property
     def origin(self) -> str:
@@ -162,6 +164,9 @@ class CheckpointSummary:
         tensors, objects = counted(self.tensors, "tensor"), counted(self.objects, "object")
         holds = f"{tensors} in {counted(self.chunks, 'chunk')}, {objects}"
         trained = "" if self.trained_layout is None else f"; saved at {self.trained_layout} (args)"
+        optimizer = "none" if self.removed is None else f"none: {self.removed.said}"
+        if self.optimizer is not None:
+            optimizer = f"{self.optimizer}, {human_bytes(self.optimizer_bytes)}"
         return [
             ("checkpoint", self.path),
             ("written by", self.origin),
@@ -170,10 +175,7 @@ class CheckpointSummary:
             ("size", f"{size}{balance}, .metadata {human_bytes(self.metadata_bytes)}"),
             ("holds", holds),
             ("model", f"{human_count(self.model_elements)} elements, {human_bytes(self.model_bytes)}"),
-            (
-                "optimizer",
-                "none" if self.optimizer is None else f"{self.optimizer}, {human_bytes(self.optimizer_bytes)}",
-            ),
+            ("optimizer", optimizer),
             ("layout", f"{self.layout} (from its chunks){trained}"),
         ]
 
@@ -370,6 +372,7 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
         groups=groups,
         arguments=arguments if isinstance(arguments, dict) else {},
         problems=(*index.problems, *missing, *filter(None, (flaw, lost))),
+        removed=index.removed,
     )
 
 

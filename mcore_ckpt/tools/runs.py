@@ -68,7 +68,7 @@ from mcore_ckpt.load.checks import check_data_files, global_shape
 from mcore_ckpt.storage.base import RangeReader, RangeWriter, Storage
 from mcore_ckpt.storage.resolve import lies_in, storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
-from mcore_ckpt.tools.keys import ParallelLayout, layout_of_chunks, model_key, read_object
+from mcore_ckpt.tools.keys import ParallelLayout, is_optimizer_key, layout_of_chunks, model_key, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +394,10 @@ def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
         (name, ""): Departure(name, METADATA_FILE, _LEFT_OUT) for name in left_out
     }  # the first of each key and kind
     changed = set[str]()
-    for (_, before), (name, after) in pairwise(states):
+    for number, ((_, before), (name, after)) in enumerate(pairwise(states)):
+        if any(index.removed for _, index in indexes[number : number + 2]):
+            model = ({key: held for key, held in one.items() if not is_optimizer_key(key)} for one in (before, after))
+            before, after = model
         for key, what in _departures(before, after, changed):
             found.setdefault((key, what), Departure(name, key, what))
     for name, index in indexes:

@@ -37,7 +37,7 @@ from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.copying import JudgedFiles, copy_file, file_on_its_way
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, config_flaw, is_megatrons, structure_flaws, sync_folders
-from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredItem, TensorEntry
 from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -88,6 +88,7 @@ class VerifyReport:
         unmatched: after `repair_checkpoint`: problems for which the copy has nothing with the right checksums.
         refused: classes that loads refuse unless `allowed_classes` has them, each with one of the keys that hold it.
         compared: tensors of the model that the optimizer's were compared with; None: it was not asked for.
+        removed: what the checkpoint had when it was saved, and has no longer.
     """
 
     path: str
@@ -102,6 +103,7 @@ class VerifyReport:
     would_repair: tuple[str, ...] = ()
     unmatched: tuple[Problem, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    removed: Removed | None = None
 
     @property
     def whole(self) -> bool:
@@ -195,6 +197,7 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
         seconds=time.monotonic() - started,
         unchecked=checker.unchecked,
         refused=dict(sorted(checker.refused.items())),
+        removed=index.removed,
     )
 
 

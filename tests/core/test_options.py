@@ -26,6 +26,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_failure": ("warn", "warn"),
     "write_deadline_s": ("12.5", 12.5),
     "keep_last": ("4", 4),
+    "keep_optimizer_last": ("2", 2),
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
     "compare_replicas": ("raise", "raise"),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
@@ -93,7 +94,8 @@ def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None
         (SaveOptions, {"write_deadline_s": math.inf}, "write_deadline_s=inf: expected at most .* None waits for ever"),
         (SaveOptions, {"drain_to": "ftp://host/run"}, "an object store \\(ftp\\) that mcore_ckpt does not know"),
         (SaveOptions, {"trace_path": "s3://bucket/traces"}, "trace_path=.*a path in a file system is needed here"),
-        (SaveOptions, {"keep_every": 5}, "keep_every=5: without keep_last nothing is removed"),
+        (SaveOptions, {"keep_every": 5}, "keep_every=5: without keep_last or keep_optimizer_last nothing is removed"),
+        (SaveOptions, {"keep_optimizer_last": 0}, "keep_optimizer_last=0: expected at least 1"),
         (LoadOptions, {"page_cache": "yes"}, "page_cache='yes': expected one of 'auto', 'on'"),
     ],
 )

@@ -14,7 +14,7 @@ import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,15 @@ from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are those of Megatron's sharded state")
 
-from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
+from mcore_ckpt.directory.in_force import index_files
+from mcore_ckpt.directory.iterations import look_at
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
+from mcore_ckpt.reshard.model_only import _decide
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
@@ -37,7 +41,7 @@ from tests.support import states
 from tests.support.checkpoint_reader import MIX, CheckpointReader, Found, reader
 from tests.support.fuse_memory import FuseMount, Misbehaviour
 from tests.support.gloo_ranks import RankOutcome, StandingRanks, standing_ranks
-from tests.support.moments import check_each_moment, check_never_gone_again, damaged_copy
+from tests.support.moments import check_each_moment, check_never_gone_again, damaged_copy, sync
 from tests.support.processes import in_child
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
@@ -318,6 +322,29 @@ def _repair(source: Path, directory: Path) -> None:
         raise CorruptCheckpointError(f"{directory}: {report.problems}")
 
 
+def _with_optimizer(source: Path, directory: Path) -> None:
+    """Make a durable copy of a checkpoint that has an optimizer's state, too."""
+    shutil.copytree(source, directory)
+    made = directory.parent / "optimizer"
+    dcp.save({"optimizer.m": torch.ones(500)}, storage_writer=FileSystemWriterAsync(made), no_dist=True)
+    index, more = read_index(directory), read_index(made)
+    assert index.manifest is not None
+    assert more.manifest is not None
+    for name in index_files(more):
+        (made / name).rename(directory / name)
+    shutil.rmtree(made)
+    manifest = replace(index.manifest, files={**index.manifest.files, **more.manifest.files})
+    both = replace(index, tensors={**index.tensors, **more.tensors}, manifest=manifest)
+    (directory / METADATA_FILE).write_bytes(encode_metadata(both))
+    sync(*directory.iterdir(), directory, directory.parent)
+
+
+def _remove_optimizer(source: Path, directory: Path) -> None:
+    decision = _decide(look_at(directory)[0], directory.parent, "a sweep", remove=True)
+    if decision.keep:
+        raise SaveError(f"{directory}: {decision.reason}")
+
+
 def _exported_safetensors(directory: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in directory.glob("*.safetensors"):
@@ -351,6 +378,7 @@ class Tool:
     exported: str = ""  # in which format of others the target is; empty: it is a checkpoint
     tensors_only: bool = False  # it has neither objects nor a common state
     mends: bool = False  # the target is damaged before, which stock does not notice
+    in_place: bool = False  # it is a whole checkpoint before, too, with an optimizer's state
 
 
 def _export(to: Any, **options: Any) -> Callable[[Path, Path], object]:
@@ -364,6 +392,7 @@ TOOLS = {
     "export to safetensors": Tool(_export("safetensors", max_shard_bytes=_EXPORT_SHARD_BYTES), exported="safetensors"),
     "export to torch": Tool(_export("torch", max_shard_bytes=_EXPORT_SHARD_BYTES), exported="torch"),
     "export to DCP": Tool(_export("dcp"), exported="dcp"),
+    "remove the optimizer": Tool(_remove_optimizer, before=_with_optimizer, in_place=True),
     "repair": Tool(_repair, before=damaged_copy, mends=True),
 }
 
@@ -373,7 +402,7 @@ def _use(rank: int, name: str, source: Path, target: Path) -> None:
 
 
 def look_at_target(tool: Tool, readers: Readers, directory: Path, what: str) -> int | None:
-    """2: it is whole; None: there is nothing, or it is refused. Raises `AssertionError` for anything else."""
+    """2: it is whole; None: there is nothing, it is refused, or as before. Raises `AssertionError` for what is else."""
     if tool.exported:
         if not directory.exists() or not any(directory.iterdir()):
             return None
@@ -384,6 +413,9 @@ def look_at_target(tool: Tool, readers: Readers, directory: Path, what: str) -> 
         return 2
     ours, stock = readers.look(directory, tensors_only=tool.tensors_only)
     told = f"{what}: ours {ours}, stock {stock}"
+    if tool.in_place:
+        assert ours.whole == stock.whole == ours.plain == stock.plain == 2, told
+        return 2 if read_index(directory).removed else None
     assert ours.whole in (2, None), told
     assert ours.plain == ours.whole or tool.mends, told
     if not tool.mends or ours.whole == 2:

@@ -73,6 +73,7 @@ class Training:
         torch.distributed.barrier()
         state = {
             "w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), value + iteration), (0, self.rank, 2)),
+            "optimizer": ShardedTensor.from_rank_offsets("optimizer.state.m.w", torch.ones(6000), (0, self.rank, 2)),
             "iteration": iteration,
         }
         if store_url(directory) is None:
@@ -104,6 +105,16 @@ def _train(rank: int, run: str, iterations: int, options: SaveOptions) -> list[s
 
 
 OPTIONS = SaveOptions(keep_last=2, keep_every=4)
+
+
+def test_a_run_keeps_the_optimizer_of_its_newest_checkpoints_and_every_fourth(tmp_path: Path) -> None:
+    """The second one goes before it has lost it."""
+    said, _ = run_ranks(_train, 2, str(tmp_path), 7, SaveOptions(keep_last=5, keep_every=4, keep_optimizer_last=2))
+    listed = {one.checkpoint.iteration: one.checkpoint.removed for one in list_run(tmp_path).checkpoints}
+    assert [iteration for iteration, removed in listed.items() if removed is None] == [4, 6, 7]
+    assert all("by keep_optimizer_last=2" in removed.said for removed in listed.values() if removed is not None)
+    assert [iteration for iteration, removed in listed.items() if removed is not None] == [3, 5]
+    assert "removed the optimizer's state of iter_0000005" in " ".join(said)
 
 
 def test_a_run_keeps_its_newest_checkpoints_and_every_fourth(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""Checkpoints of a run that stay without the state of their optimizer: by a person, or by the run itself, in place.
+
+    retention (which)  ->  plan of the model, as it is stored  ->  copy into new files  ->  publish over the old ones
+
+A checkpoint is saved over by its own model: at each moment the old or the new one is there, complete. The common state
+stays as it is, and so does the id of the save. The index says what was removed, when, and by which setting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.console import counted, human_bytes
+from mcore_ckpt.core.errors import CheckpointError, LoadError
+from mcore_ckpt.core.options import checkpoint_path
+from mcore_ckpt.core.process import exit_with_parent, leave_signals_to_parent
+from mcore_ckpt.directory.commit import Commit, identity_in_force
+from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files
+from mcore_ckpt.directory.publish import bind_common_file, discard
+from mcore_ckpt.directory.retention import (
+    LOCKED,
+    REMOVAL,
+    PruneDecision,
+    PruneReport,
+    is_of_removals,
+    prune_run,
+    reason_to_stay,
+)
+from mcore_ckpt.format.index import CheckpointIndex, Removed
+from mcore_ckpt.format.integrity import with_id
+from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, parse_index, read_index
+from mcore_ckpt.reshard.conversion import write_all
+from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist, refuse_other_fingerprints
+from mcore_ckpt.reshard.target_directory import Journal, Target
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key
+from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+
+_WORKERS: Final = 2
+_BUFFERS_BYTES: Final = 128 * 1024**2
+
+
+def remove_optimizers(
+    run: str | os.PathLike[str],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    remove: bool = False,
+    saved_last: str | None = None,
+) -> PruneReport:
+    """Decide which checkpoints of a run can lose the state of their optimizer, and with `remove` remove it. All that
+    `prune_run` would keep stay as they are, and so do incomplete ones, damaged ones, and one on disks of several nodes.
+
+    Args and raises: as `prune_run`. `saved_last` is given by jobs.
+    """
+    found = prune_run(run, keep_last=keep_last, keep_every=keep_every, saved_last=saved_last)
+    by = f"keep_optimizer_last={keep_last}" if saved_last else f"mcore-ckpt prune --optimizer-last {keep_last}"
+    decisions = []
+    for decision in found.decisions:
+        try:
+            decisions.append(decision if decision.keep else _decide(decision.checkpoint, run, by, remove=remove))
+        except LoadError as error:
+            decisions.append(PruneDecision(decision.checkpoint, True, f"it cannot be read: {error}"))
+    return PruneReport(str(run), remove, tuple(decisions))
+
+
+def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, remove: bool) -> PruneDecision:
+    keep, storage = partial(PruneDecision, checkpoint, True), storage_at(checkpoint.path)
+    if not checkpoint.whole:
+        return keep("it is not complete")
+    if checkpoint.removed is not None:
+        return keep("it is model-only already")
+    if checkpoint.drain is not None and checkpoint.drain.files is not None:
+        return keep("its files lie on several nodes")
+    judged, index = identity_in_force(storage), read_index(checkpoint.path)
+    items = [(key, chunk.item) for key, entry in index.tensors.items() for chunk in entry.chunks]
+    items += [(key, entry.item) for key, entry in index.objects.items()]
+    going = [item.length for key, item in items if is_optimizer_key(key)]
+    if not going or len(going) == len(items):
+        return keep("it has nothing else" if going else "it has no optimizer's state")
+    if not remove:
+        return PruneDecision(checkpoint, False, "old", stays_bytes=checkpoint.size_bytes - sum(going))
+    if (why := flaw_of_files(checkpoint.path) or (None if is_of_removals(storage) else LOCKED)) is not None:
+        return keep(why)
+    what = f"the optimizer's state ({counted(len(going), 'item')}, {human_bytes(sum(going))})"
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    removed = Removed(f"{what} was removed on {when} by {by}", round((checkpoint.saved_at_s or 0.0) * 1e9))
+    commit = Commit.begin(storage, {REMOVAL: True})
+    try:
+        reason = partial(reason_to_stay, checkpoint, run, commit.id)
+        why = "it has been saved again" if commit.base != judged else reason(storage)
+        if why is None:
+            why = _save_over(commit, index, removed, reason)
+    finally:
+        commit.give_up()
+    if why is not None:
+        return keep(why)
+    return PruneDecision(checkpoint, False, "model only", stays_bytes=sum(storage.sizes().values()))
+
+
+def _save_over(
+    commit: Commit, index: CheckpointIndex, removed: Removed, reason: Callable[[Storage], str | None]
+) -> str | None:
+    """Publish the model of a checkpoint in the place of all its state; or why that must stay. The id of the save stays,
+    but for the names of its files.
+    """
+    path, journal = checkpoint_path(index.path), Journal()
+    journal.save_id = journal.save_id if index.manifest is None else index.manifest.save_id
+    plan = _plan_of_model(replace(index, removed=removed), partial(with_id, save_id=bytes.fromhex(commit.id)))
+    made = Target(path, commit.storage, journal, lambda _, content: commit.publish(content, stale=(INTEGRITY_FILE,)))
+    try:
+        made.reserve(plan.sizes)
+        with StoredPayloads(index) as payloads:
+            write_all(plan, payloads, made, workers=_WORKERS, memory_bytes=_BUFFERS_BYTES, advance=lambda _: None)
+            payloads.check_rest()
+        content = bind_common_file(plan.metadata(journal) or b"", path)
+        written = parse_index(content, index.path)
+        refuse_other_fingerprints(plan, index, written)
+        if written.removed is None:
+            return "its index has no place for what was removed; reshard it with --drop-optimizer"
+        if (why := reason(commit.storage)) is None:
+            made.publish(METADATA_FILE, content)
+        return why
+    finally:
+        if not commit.is_over:  # neither published, nor may it be yet
+            discard(commit.storage, plan.sizes)
+
+
+def _plan_of_model(index: CheckpointIndex, name_of: Callable[[str], str]) -> TargetPlan:
+    """Each chunk as it is stored, in a file of the rank that has stored it."""
+    tensors = [entry for key, entry in index.tensors.items() if not is_optimizer_key(key)]
+    check_tiled(index, [entry.fqn for entry in tensors])
+    as_stored = []
+    for entry in tensors:
+        ranks = [data_file_rank(chunk.item.file) or 0 for chunk in entry.chunks]
+        as_stored.append(DividedTensor(entry, entry.fqn, [Box(*chunk[:2]) for chunk in entry.chunks], ranks))
+    kept = [entry for key, entry in index.objects.items() if not is_optimizer_key(key)]
+    objects = [(entry, data_file_rank(entry.item.file) or 0) for entry in kept]
+    return plan_torch_dist(index, as_stored, objects, _WORKERS, name_of)
+
+
+def main(parent_pid: int, run: str, keep_last: int, keep_every: int | None, saved_last: str) -> None:
+    """In a process that a job has for it (`save.upkeep`): do so, and print as JSON what was done, or the error."""
+    leave_signals_to_parent()
+    exit_with_parent(parent_pid)
+    try:
+        report = remove_optimizers(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=saved_last)
+        names = [decision.checkpoint.name for decision in report.decisions if not decision.keep]
+        answer: dict[str, Any] = {"names": names, "nbytes": report.freed_bytes}
+    except CheckpointError as error:
+        answer = {"error": str(error)}
+    sys.stdout.write(json.dumps(answer))

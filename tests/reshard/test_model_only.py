@@ -1,0 +1,283 @@
+"""Old checkpoints that stay without their optimizer's state: what goes, what stays, and what a job is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, MissingKeyError
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.in_force import DrainNote, index_files
+from mcore_ckpt.directory.iterations import look_at
+from mcore_ckpt.directory.retention import NOT_COPIED, PruneReport, prune_run
+from mcore_ckpt.format.index import Removed
+from mcore_ckpt.format.integrity import id_in_names
+from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE, parse_index, read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.reshard.model_only import remove_optimizers
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools.keys import is_optimizer_key
+from mcore_ckpt.tools.runs import copy_checkpoint, lineage_of_run
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.gloo_ranks import made, run_pretending_ranks
+from tests.support.model_like import read_all, write_model
+from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
+from tests.support.object_server import ObjectDirectory
+
+ITERATIONS = (100, 200, 300)
+
+
+def name_of(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One as Megatron-Core writes it: without a manifest, its files without the id of a save."""
+    path = tmp_path_factory.mktemp("one") / "checkpoint"
+    write_model(path, tp=2)
+    torch.save({"iteration": 1}, path / "common.pt")
+    return path
+
+
+@pytest.fixture
+def run(checkpoint: Path, tmp_path: Path) -> Path:
+    for iteration in ITERATIONS:
+        shutil.copytree(checkpoint, tmp_path / "run" / name_of(iteration))
+    return tmp_path / "run"
+
+
+def model_only(run: str | Path) -> list[int]:
+    names = [name for name in storage_at(run).folders() if look_at(Path(run) / name)[0].removed]
+    return sorted(int(name.removeprefix("iter_")) for name in names)
+
+
+def why(report: PruneReport, iteration: int) -> str:
+    return next(decision.reason for decision in report.decisions if decision.checkpoint.iteration == iteration)
+
+
+def test_the_model_stays_bit_for_bit_and_each_command_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = run / name_of(100), run / name_of(300)
+    before, objects = read_all(old), read_index(old).objects.keys()
+    (old / "integrity.json").write_text("{}")  # sums of files that are going to be others
+    assert main(["prune", str(run), "--optimizer-last", "1"]) == 0
+    assert "2 of 3 checkpoints to make model-only" in capsys.readouterr().out
+    assert not model_only(run)
+    assert main(["prune", str(run), "--optimizer-last", "1", "--yes"]) == 0
+    assert model_only(run) == [100, 200]
+    after, index = read_all(old), read_index(old)
+    assert after.keys() == {key for key in before if not is_optimizer_key(key)}
+    assert all(torch.equal(before[key], value) for key, value in after.items())
+    assert index.objects.keys() == objects
+    left = {"common.pt", "metadata.json", METADATA_FILE, *index_files(index)}
+    assert {path.name for path in old.iterdir()} == left
+    for words, said in (
+        (["list", str(run)], "complete, model only"),
+        (["inspect", str(old)], "optimizer   none: the optimizer's state ("),
+        (["verify", str(old), "-q"], "model only: the optimizer's state"),
+        (["diff", str(old), str(new), "-q"], "15 of 15 common tensors are the same"),
+        (["cat", str(old), "optimizer.state.exp_avg.output_layer.weight"], "by mcore-ckpt prune --optimizer-last 1"),
+    ):
+        main(words)
+        shown = "".join(capsys.readouterr())
+        assert said in shown
+        assert "removed on" in shown or words[0] == "list"
+    assert "it is model-only already" in why(remove_optimizers(run, keep_last=1, remove=True), 100)
+    assert lineage_of_run(run).departures == ()
+    # Its `.metadata` is the newest file of the run, and it was not saved last.
+    assert [one.checkpoint.iteration for one in prune_run(run, keep_last=1).decisions if one.keep] == [300]
+
+
+KEEPS: dict[str, Callable[[Path], object]] = {
+    "the tracker file names it": lambda run: (run / TRACKER_FILE).write_text("100"),
+    "a multiple of 50": lambda run: None,
+    "it is not complete": lambda run: min((run / name_of(100)).glob("*.distcp")).unlink(),
+    "CRC-32": lambda run: flip_a_weight(run / name_of(100)),
+    "a save is at work in it": lambda run: Commit.begin(storage_at(run / name_of(100))).leave(),
+}
+
+
+def flip_a_weight(directory: Path) -> None:
+    item = read_index(directory).tensors["output_layer.weight"].chunks[0].item
+    before = (directory / item.file).stat()
+    with (directory / item.file).open("r+b") as stream:
+        stream.seek(item.offset + item.length // 2)
+        stream.write(b"\xff" * 8)
+    os.utime(directory / item.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("reason", KEEPS)
+def test_what_keeps_its_optimizer_though_it_is_old(run: Path, reason: str) -> None:
+    KEEPS[reason](run)
+    every = 50 if "multiple" in reason else None
+    before = {path: path.read_bytes() for path in (run / name_of(100)).iterdir()}
+    report = remove_optimizers(run, keep_last=1, keep_every=every, remove=True)
+    assert reason in why(report, 100)
+    assert model_only(run) == ([] if every else [200])
+    assert {path: path.read_bytes() for path in (run / name_of(100)).iterdir()} == before
+
+
+def test_what_a_load_reads_keeps_it_until_the_load_has_ended(run: Path) -> None:
+    """The load comes after the decision."""
+    old, begin = storage_at(run / name_of(100)), Commit.begin
+
+    def begin_late(*arguments: Any) -> Commit:
+        loads.enter_context(old.in_use(METADATA_FILE))
+        return begin(*arguments)
+
+    with contextlib.ExitStack() as loads, mock.patch.object(Commit, "begin", begin_late):
+        assert "a load is reading it" in why(remove_optimizers(run, keep_last=2, remove=True), 100)
+    assert not model_only(run)
+    remove_optimizers(run, keep_last=2, remove=True)
+    assert model_only(run) == [100]
+
+
+def save_flat(directory: str | Path, value: float) -> None:
+    state = {"model": {"w": torch.full((300, 100), value)}, "optimizer": {"m": torch.ones(300, 100), "step": 3}}
+    storage_at(directory).ensure()
+    dcp.save(state, storage_writer=FileSystemWriterAsync(directory), no_dist=True)
+
+
+def test_a_run_in_an_object_store(object_directory: ObjectDirectory) -> None:
+    run = f"{object_directory.url}/run"
+    for iteration in (1, 2):
+        save_flat(f"{run}/{name_of(iteration)}", iteration)
+    save_id = read_index(f"{run}/{name_of(1)}").manifest.save_id  # type: ignore[union-attr]
+    assert main(["prune", run, "--optimizer-last", "1", "--yes"]) == 0
+    index = read_index(f"{run}/{name_of(1)}")
+    assert index.removed is not None
+    assert [*index.tensors, *index.objects] == ["model.w"] == [*index.planner_data]
+    assert index.manifest is not None
+    assert index.manifest.save_id == save_id
+    found = {"model": {"w": torch.zeros(300, 100)}}
+    dcp.load(found, storage_reader=FileSystemReader(f"{run}/{name_of(1)}"), no_dist=True)
+    assert torch.equal(found["model"]["w"], torch.full((300, 100), 1.0))
+    names = [name for name in object_directory.names() if name_of(1) in name]
+    assert len(names) == 1 + len(index_files(index))
+    assert verify_checkpoint(f"{run}/{name_of(1)}").whole
+
+
+def test_with_a_second_tier_a_checkpoint_keeps_it_until_it_is_there(tmp_path: Path) -> None:
+    run, second = tmp_path / "run", tmp_path / "second"
+    for iteration in (1, 2):
+        save_flat(run / name_of(iteration), iteration)
+    manifest = read_index(run / name_of(1)).manifest
+    assert manifest is not None
+    note = DrainNote(id_in_names(manifest.save_id), str(second / name_of(1)), done=True)
+    note.write(run / name_of(1))
+    assert NOT_COPIED in why(remove_optimizers(run, keep_last=1, remove=True), 1)
+    copy_checkpoint(run / name_of(1), second / name_of(1))
+    remove_optimizers(run, keep_last=1, remove=True)
+    assert model_only(run) == [1]
+    assert look_at(run / name_of(1))[0].drain == note
+    assert look_at(second / name_of(1))[0].removed is None
+    assert main(["verify", "-q", str(second / name_of(1))]) == 0
+
+
+def test_a_record_that_cannot_be_is_refused(run: Path) -> None:
+    save_flat(run / "c", 1.0)
+    index = replace(read_index(run / "c"), removed=Removed("said", 5))
+    assert parse_index(encode_metadata(index), "c").removed == index.removed
+    for record in ({"said": "no time"}, {"said": "", "saved_at_ns": float("nan")}, 3):
+        with mock.patch("mcore_ckpt.format.metadata_write.asdict", return_value=record):
+            content = encode_metadata(index)
+        with pytest.raises(CorruptCheckpointError, match="details"):
+            parse_index(content, "c")
+
+
+# --- jobs of Megatron
+
+
+# Shape, parallel layout, whether the optimizer's state is in flat buckets.
+JOBS: dict[str, tuple[ModelShape, Parallel, bool]] = {
+    "flat": (replace(GATED, hidden=128), Parallel(tensor=2), True),
+    "reshardable": (replace(GATED, hidden=128), Parallel(), False),
+    "layer-wise": (replace(GATED, layer_wise=True), Parallel(tensor=2), False),
+    "chained": (MOE_SEQUENTIAL, Parallel(expert=2), True),
+}
+
+
+def train(rank: int, runs: Path) -> None:
+    """Save iterations 1 and 2 of each job; keep the model's weights of the first."""
+    import mcore_ckpt
+
+    mcore_ckpt.install()
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    for name, (shape, layout, flat_buckets) in JOBS.items():
+        training = build_training(shape, layout)
+        for iteration in (1, 2):
+            training.train(1)
+            state = training.sharded_state_dict(flat_buckets=flat_buckets)
+            state["rng_state"] = ShardedObject("rng_state", [rank, iteration], (2,), (rank,))
+            dist_checkpointing.save(state, made(runs / name / name_of(iteration)))
+            if iteration == 1:
+                torch.save(training.model[0].module.state_dict(), runs / name / f"{rank}.pt")
+
+
+def resume(rank: int, runs: Path) -> list[str]:
+    """Load the first iteration with the optimizer, which is refused, and without; returns what was said."""
+    import mcore_ckpt
+
+    mcore_ckpt.install()
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    from mcore_ckpt.megatron import other_division
+
+    said = []
+    for name, (shape, layout, flat_buckets) in JOBS.items():
+        training = build_training(shape, layout, 99)
+        directory = str(runs / name / name_of(1))
+        for strict in ("assume_ok_unexpected", "log_all"):
+            state = training.sharded_state_dict(is_loading=True, flat_buckets=flat_buckets)
+            with pytest.raises(MissingKeyError) as caught:
+                dist_checkpointing.load(state, directory, strict=strict)
+            said.append(str(caught.value))
+        state = training.sharded_state_dict(is_loading=True, flat_buckets=flat_buckets)
+        del state["optimizer"]
+        state["rng_state"] = ShardedObject("rng_state", None, (2,), (rank,))
+        loaded = dist_checkpointing.load(state, directory)
+        assert loaded["rng_state"] == [rank, 1]
+        training.model[0].module.load_state_dict(loaded["model"])
+        kept = torch.load(runs / name / f"{rank}.pt", weights_only=False)
+        for key, value in training.model[0].module.state_dict().items():
+            assert not torch.is_tensor(value) or torch.equal(value, kept[key]), key
+        if name == "flat":  # Megatron-LM, which refuses these buckets under another TP, comes to ask for them
+            common = dist_checkpointing.load_common_state_dict(directory)
+            with mock.patch.object(other_division, "parallel_sizes", return_value=(1, 1)):
+                declared = other_division.declared_reshardable(common, Path(directory))
+            assert declared["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    return said
+
+
+@pytest.mark.timeout(400)
+def test_a_job_starts_from_the_model_and_is_told_what_else_there_was(tmp_path: Path) -> None:
+    run_pretending_ranks(train, 2, tmp_path, deadline_s=150)
+    for name in JOBS:
+        old = tmp_path / name / name_of(1)
+        before = sum(path.stat().st_size for path in old.iterdir())
+        assert main(["prune", str(tmp_path / name), "--optimizer-last", "1", "--yes"]) == 0
+        share = sum(path.stat().st_size for path in old.iterdir()) / before
+        assert share <= 0.16 or JOBS[name][0].hidden < 128
+        assert not any(map(is_optimizer_key, (*read_index(old).tensors, *read_index(old).objects)))
+        assert verify_checkpoint(old).whole
+    for said in run_pretending_ranks(resume, 2, tmp_path, deadline_s=150):
+        assert len(said) == 2 * len(JOBS)
+        for text in said:
+            assert "was removed on" in text
+            assert "by mcore-ckpt prune --optimizer-last 1, and this job asks for it" in text
+            assert "--no-load-optim" in text
