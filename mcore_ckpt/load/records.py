@@ -130,7 +130,7 @@ def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
 
 
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
-_MAX_IDLE_FILES = 16
+MAX_IDLE_FILES = 16
 
 _Key = tuple[str, DirectIo, int]
 
@@ -228,7 +228,7 @@ class OpenFiles:
                 surplus = reader
             else:
                 self._idle[key] = reader
-                if len(self._idle) > _MAX_IDLE_FILES:
+                if len(self._idle) > MAX_IDLE_FILES:
                     _, surplus = self._idle.popitem(last=False)
         if surplus is not None:
             surplus.close()

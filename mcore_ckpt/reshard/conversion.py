@@ -230,7 +230,8 @@ def write_all(
     payload bytes that were written.
     """
     most = max((len(part.files) for part in plan.parts), default=0)
-    _allow_open_files(2 * workers * most + _OTHER_FILES + sum(1 for _ in Path("/proc/self/fd").iterdir()))
+    begun = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    _allow_open_files(2 * workers * most + payloads.open_files + _OTHER_FILES + begun)
     with Crew(workers, "mcore_ckpt-target") as crew:
         run = _Run(payloads, target, memory_bytes // workers, plan.index is not None, advance, crew)
         for part in plan.parts:

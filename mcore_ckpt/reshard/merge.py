@@ -25,6 +25,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry, is_extra_state
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.parameter_table import STATE_KEY
+from mcore_ckpt.load.records import MAX_IDLE_FILES
 from mcore_ckpt.reshard._optimizer_layout import changed_common_state, convert_optimizer
 from mcore_ckpt.reshard.options import MergeOptions
 from mcore_ckpt.reshard.plan import target_dtype
@@ -42,8 +43,9 @@ _LEFT_OUT: Final = (
     "iteration num_floating_point_operations_so_far optimizer opt_param_scheduler lr_scheduler rng_state "
     "rerun_state_machine"
 ).split()
-# What is read at once of all sources together, and the least of one.
-_READ_BYTES: Final = 32 * 1024 * 1024
+# The part of the memory for what is read at once of all sources, by all workers; the most and the least of one source.
+_READ_PART: Final = 8
+_MOST_READ_BYTES: Final = 4 * 1024 * 1024
 _LEAST_READ_BYTES: Final = 256 * 1024
 # Elements whose float64 sums stay in a processor's cache.
 _BATCH_ELEMS: Final = 64 * 1024
@@ -72,7 +74,12 @@ def merged(sources: Sequence[Opened], options: MergeOptions) -> Derived:
     shares = (weight / math.fsum(weights) for weight in weights)
     return Derived(
         payloads=MergedPayloads(
-            [DerivedPayloads(one, one.index, dtypes) for one in given], weights, dtypes, objects, kept
+            [DerivedPayloads(one, one.index, dtypes) for one in given],
+            weights,
+            dtypes,
+            objects,
+            kept,
+            options.memory_bytes // _READ_PART // options.workers,
         ),
         common=common,
         notes=(
@@ -156,7 +163,7 @@ def _masters(source: Opened, tensors: Mapping[str, TensorEntry]) -> StoredPayloa
 
 class MergedPayloads(DerivedPayloads):
     """Averages of the sources' tensors with a key in `dtypes`, in that dtype. The other tensors and the `kept` objects
-    are the last source's; `objects` are new ones, as for `ViewPayloads`.
+    are the last source's; `objects` are new ones, as for `ViewPayloads`. `read_bytes`: of all sources, for each thread.
     """
 
     def __init__(
@@ -166,8 +173,11 @@ class MergedPayloads(DerivedPayloads):
         dtypes: Mapping[str, str],
         objects: Mapping[str, bytes],
         kept: Sequence[str],
+        read_bytes: int,
     ) -> None:
         self._sources, self._weights, self._objects = sources, weights, objects
+        self._read_bytes = max(_LEAST_READ_BYTES, min(_MOST_READ_BYTES, read_bytes // len(sources)))
+        self.open_files = len(sources) * MAX_IDLE_FILES
         self._members: dict[tuple[str, tuple[int, ...]], list[list[StoredChunk]]] = {}
         self._memory = threading.local()
         last = sources[-1].index
@@ -221,7 +231,7 @@ class MergedPayloads(DerivedPayloads):
         width, done = element_bytes(entry.dtype), 0
         assert start % width == len(view) % width == 0, "slabs part no element"
         widest = max(element_bytes(source.index.tensors[entry.fqn].dtype) for source in self._sources)
-        first, step = start // width, max(_LEAST_READ_BYTES, _READ_BYTES // len(self._sources)) // widest
+        first, step = start // width, self._read_bytes // widest
         stop = first + len(view) // width
         for at in range(first, stop, step):
             for inside in flat_boxes(chunk.sizes, at, min(stop, at + step)):

@@ -31,6 +31,7 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.checks import ItemCheck, check_item, range_crc
 from mcore_ckpt.load.ranges import ReadPolicy, split_box
 from mcore_ckpt.load.records import (
+    MAX_IDLE_FILES,
     OpenFiles,
     PartSum,
     PayloadSums,
@@ -82,6 +83,9 @@ class StoredPayloads:
         page_cache: as `LoadOptions.page_cache`.
         stored: the checkpoint's own index, where `index` has other keys: its files are compared with that.
     """
+
+    open_files = MAX_IDLE_FILES
+    """How many stay open at most."""
 
     def __init__(
         self,

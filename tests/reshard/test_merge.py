@@ -94,7 +94,7 @@ def test_no_bit_depends_on_layouts_or_on_how_it_is_read(
 ) -> None:
     monkeypatch.setattr(merge, "_BATCH_ELEMS", 7)
     monkeypatch.setattr(merge, "_LEAST_READ_BYTES", 50)
-    monkeypatch.setattr(merge, "_READ_BYTES", 64)  # rows are read in parts
+    monkeypatch.setattr(merge, "_MOST_READ_BYTES", 50)  # rows are read in parts
     report = merge_checkpoints(write_three(tmp_path, layouts), tmp_path / "t", weights=(1, 2, 4), **options)
     assert_same(read_all(tmp_path / "t"), average(models, (1, 2, 4)))
     sizes = options.get("tp", layouts[-1]), options.get("pp", 1)
@@ -233,8 +233,8 @@ def test_memory_depends_on_neither_tensors_nor_checkpoints(tmp_path: Path) -> No
         return found
 
     with mock.patch.object(merge.MergedPayloads, "_read", watched):
-        merge_checkpoints([tmp_path / "0", tmp_path / "1"] * 8, tmp_path / "t")
-    assert max(largest) <= merge._READ_BYTES
+        merge_checkpoints([tmp_path / "0", tmp_path / "1"] * 8, tmp_path / "t", memory_bytes="384MiB", workers=4)
+    assert max(largest) <= 384 * 1024**2 / 8 / 4
     assert sum(largest) == 16 * matrix.nbytes  # each byte is read once
     assert_same(read_all(tmp_path / "t"), {"a": matrix})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt import copy_checkpoint, verify_checkpoint
+from mcore_ckpt import copy_checkpoint, merge_checkpoints, verify_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.verify import repair_checkpoint
@@ -57,6 +57,15 @@ def test_a_checkpoint_in_a_store_is_resharded_into_a_store(
         reshard_checkpoint(source, taken, tp=1, pp=1)
     with pytest.raises(OptionError, match="lies inside the source"):
         reshard_checkpoint(given, f"{given}/inside", tp=1, pp=1)
+
+
+def test_an_average_of_checkpoints_in_a_store(source: Path, object_directory: ObjectDirectory, tmp_path: Path) -> None:
+    given, taken = f"{object_directory.url}/given", f"{object_directory.url}/taken"
+    copy_checkpoint(source, given)
+    assert merge_checkpoints([given, source], taken, weights=(1, 3)).verified
+    assert_same(fetched(taken, tmp_path / "fetched"), model_tensors(optimizer=False))
+    with pytest.raises(OptionError, match="lies inside the source"):
+        merge_checkpoints([given, source], f"{given}/inside")
 
 
 def test_what_cannot_be_written_leaves_nothing(source: Path, proxied: Proxy, object_directory: ObjectDirectory) -> None:
