@@ -75,14 +75,10 @@ class GlobalPlan:
     files: tuple[tuple[str, int], ...] = ()  # name, without the id of a save, and length in bytes of all ranks' files
     mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)  # as in `CheckpointIndex`
 
-    def decoded(self) -> list[LocalPlan]:
-        """Every rank's plan."""
-        return decoded_plans(self.encoded)
-
     @collector_paused()
     def encoder(self) -> MetadataEncoder:
         """Put the index of the tensors together, which takes half a second for 20,000 tensors of two ranks."""
-        tensors, order = index_tensors(self.decoded())
+        tensors, order = index_tensors(decoded_plans(self.encoded))
         index = CheckpointIndex("", tensors, {}, mcore_data=self.mcore_data)
         return MetadataEncoder(index, order, chunk_factors(index))
 

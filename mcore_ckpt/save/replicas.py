@@ -30,7 +30,7 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.zip_records import with_versions
 from mcore_ckpt.image.manifest import GlobalPlan
-from mcore_ckpt.state.plans import LocalPlan
+from mcore_ckpt.state.plans import decoded_plans
 from mcore_ckpt.state.shards import contents, is_main_replica, is_sharded_tensor, leaves, stored_form
 from mcore_ckpt.state.torch_classes import is_dense
 from mcore_ckpt.state.values import unequal
@@ -68,13 +68,14 @@ def slice_id(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def slices_of(plan: LocalPlan) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Key, offsets and sizes of all items that a rank writes, in the order of its plan."""
-    numbers, at = plan.boxes.tolist(), 0
-    for key, ndim in zip(plan.keys, plan.ndims, strict=True):
-        offsets, sizes = at + ndim, at + 2 * ndim
-        at += 3 * ndim
-        yield key, numbers[offsets:sizes], numbers[sizes:at]
+def _written_slices(plan: GlobalPlan) -> Iterator[tuple[int, tuple[str, list[int], list[int]]]]:
+    """Rank, and key, offsets and sizes of the slice, of all items that ranks write, in the order of the plan."""
+    for rank, of_rank in enumerate(decoded_plans(plan.encoded)):
+        numbers, at = of_rank.boxes.tolist(), 0
+        for key, ndim in zip(of_rank.keys, of_rank.ndims, strict=True):
+            offsets, sizes = at + ndim, at + 2 * ndim
+            at += 3 * ndim
+            yield rank, (key, numbers[offsets:sizes], numbers[sizes:at])
 
 
 def digest_of(slices: _Ids, crcs: npt.NDArray[np.uint32], times: npt.NDArray[np.int64]) -> ReplicaDigest:
@@ -153,7 +154,7 @@ class ReplicaCheck:
 
     def __init__(self, plan: GlobalPlan, held: Sequence[bytes]) -> None:
         self._plan = plan
-        ids = np.array([slice_id(*item) for of_rank in plan.decoded() for item in slices_of(of_rank)], np.uint64)
+        ids = np.array([slice_id(*item) for _, item in _written_slices(plan)], np.uint64)
         self._order = np.argsort(ids, kind="stable")  # items of the plan
         self._ids = ids[self._order]
         holders = np.zeros(len(ids), np.int64)
@@ -190,10 +191,9 @@ class ReplicaCheck:
             items = self._order[at[known]]
             for item in items[saved[items] != np.array(of_rank.crcs, np.uint32)[known]].tolist():
                 others.setdefault(item, []).append(rank)
-        items_of_ranks = ((rank, item) for rank, plan in enumerate(self._plan.decoded()) for item in slices_of(plan))
         return [
             DivergedReplica(key, tuple(offsets), tuple(sizes), rank, tuple(others[number]))
-            for number, (rank, (key, offsets, sizes)) in enumerate(items_of_ranks if others else ())
+            for number, (rank, (key, offsets, sizes)) in enumerate(_written_slices(self._plan) if others else ())
             if number in others
         ]
 
