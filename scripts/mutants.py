@@ -53,7 +53,7 @@ MUTANTS: Final = (
         "load/records.py",
         "        if value != expected:\n            raise self._damaged",
         "        if False:\n            raise self._damaged",
-        "load/test_reader.py load/test_slices.py",
+        "load/test_reader.py load/test_binding.py",
     ),
     Mutant(
         "a data file of another save is taken",
@@ -102,7 +102,7 @@ MUTANTS: Final = (
         "core/boxes.py",
         "return Box(tuple(map(operator.sub, box.offsets, origin)), box.sizes)",
         "return Box(tuple(max(0, a - b - (a - b > 1)) for a, b in zip(box.offsets, origin, strict=True)), box.sizes)",
-        "core/test_boxes.py load/test_slices.py",
+        "core/test_boxes.py load/test_binding.py",
     ),
     Mutant(
         "a replica is taken for a main replica",

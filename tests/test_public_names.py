@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core import errors
 from scripts import site_pages
 
 pytestmark = pytest.mark.quick
@@ -169,3 +171,23 @@ def test_a_reshard_that_cannot_be_says_why(tmp_path: Path, keywords: dict[str, A
     with pytest.raises(mcore_ckpt.OptionError, match=message):
         mcore_ckpt.reshard_checkpoint(GOLDEN, tmp_path / "t", **keywords)
     assert not list(tmp_path.iterdir())
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+ALSO = {
+    "OptionError": ValueError,
+    "CheckpointExistsError": RuntimeError,
+    "StrategyNotFoundError": LookupError,
+    "CheckpointNotFoundError": FileNotFoundError,
+    "MissingKeyError": KeyError,
+}
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_message_is_shown_as_written_and_survives_pickling(name: str) -> None:
+    error = getattr(errors, name)("rank 3, /ckpt/__3_0.distcp: expected 5 bytes, got 4")
+    assert str(error) == "rank 3, /ckpt/__3_0.distcp: expected 5 bytes, got 4"
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+    assert isinstance(error, ALSO.get(name, Exception))
