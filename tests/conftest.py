@@ -9,10 +9,11 @@ import random
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Before torch is imported anywhere: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -208,15 +209,31 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = int(named[:6] or "1", 16)
 
 
+def _runs_tests(config: pytest.Config) -> bool:
+    """Whether this process itself does, and no others (of xdist)."""
+    return not config.getoption("numprocesses", None)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Fork the ranks' server before tests are imported, unless other processes (of xdist) run the tests."""
+    """Fork the ranks' server before tests are imported."""
     from tests.support.gloo_ranks import serve_from_here
 
-    if not session.config.getoption("numprocesses", None):
+    if _runs_tests(session.config):
         capture: Any = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # what ranks print belongs to the test
         serve_from_here()
         capture.suspend_global_capture()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Megatron has functions compiled as it is imported, which this process never calls: torch's compiler takes seconds
+    to import.
+    """
+    if not _runs_tests(session.config):
+        return (yield)
+    with mock.patch("torch.compile", lambda function=None, **_: function or (lambda given: given)):
+        return (yield)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

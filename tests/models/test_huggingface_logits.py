@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,9 @@ from tests.support.hf_models import (
 from tests.support.model_like import assert_same
 from tests.support.models import Parallel
 
-pytest.importorskip("transformers", reason="transformers makes the models: pip install 'mcore-ckpt[dev]'")
-
-pytestmark = pytest.mark.timeout(900)  # the processes have their own, shorter deadline
+# (Not by importing it, which takes each process of the tests a second.)
+NO_MODELS = pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'mcore-ckpt[dev]' to make models")
+pytestmark = [pytest.mark.timeout(900), NO_MODELS]  # the processes have their own, shorter deadline
 long = pytest.mark.long
 DEADLINE_S = 400
 VOCABULARY = SMALL["vocab_size"]
