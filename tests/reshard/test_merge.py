@@ -84,6 +84,14 @@ def test_each_element_is_the_average_rounded_once(
     assert [contents(source) for source in sources] == before
 
 
+def test_what_float32_takes_for_half_way_is_rounded_to_the_nearer() -> None:
+    near, half = 2.0**-40, 1 + 2.0**-8
+    values = np.array([half - near, half, half + near, half + 2.0**-7 - near, -half - near])
+    out = memoryview(bytearray(2 * len(values)))
+    merge.weighted_average([(memoryview(values).cast("B"), "float64")], (1.0,), "bfloat16", out)
+    assert torch.equal(torch.frombuffer(out, dtype=torch.bfloat16), to_bfloat16(values))
+
+
 @pytest.mark.parametrize(
     ("layouts", "options"),
     [((4, 4, 4), {"tp": 1}), ((2, 1, 1), {"workers": 3, "tp": 2, "pp": 2}), ((1, 4, 2), {"memory_bytes": "384MiB"})],
