@@ -337,19 +337,14 @@ def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Eve
     while (task := tasks.get()) is not None:
         _await_tracker(task["run"], task["name"], lambda period_s: ends.wait(period_s) or not tasks.empty())
         if tasks.empty() or ends.is_set():  # otherwise a later save asks for the same
-            _remove_old(**task)
+            run, name, every = task["run"], task["name"], task["keep_every"]
+            if (last := task["keep_last"]) is not None:
+                _remove_old(run, name, last, every)
+            if (last := task["keep_optimizer_last"]) is not None:
+                _remove_optimizers(run, name, last, every)
 
 
-def _remove_old(
-    run: str, name: str, keep_last: int | None, keep_every: int | None, keep_optimizer_last: int | None
-) -> None:
-    if keep_last is not None:
-        _remove_checkpoints(run, name, keep_last, keep_every)
-    if keep_optimizer_last is not None:
-        _remove_optimizers(run, name, keep_optimizer_last, keep_every)
-
-
-def _remove_checkpoints(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
+def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
     try:
         report = prune_run(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=name)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log: the next save tries again)

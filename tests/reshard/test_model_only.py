@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, MissingKeyError
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, MissingKeyError
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.directory.commit import Commit
@@ -144,6 +144,18 @@ def test_what_a_load_reads_keeps_it_until_the_load_has_ended(run: Path) -> None:
     assert model_only(run) == [100]
 
 
+def test_a_job_goes_back_to_one_that_has_it(run: Path) -> None:
+    """Of a damaged checkpoint without an index, nothing tells whether the job asks for an optimizer."""
+    pytest.importorskip("megatron.core.dist_checkpointing", reason="Megatron's loads go back")
+    from mcore_ckpt.megatron.serialization import _newest_older
+
+    (run / TRACKER_FILE).write_text("100")
+    remove_optimizers(run, keep_last=1, remove=True)
+    assert model_only(run) == [200]
+    (run / name_of(300) / METADATA_FILE).write_bytes(b"no index")
+    assert _newest_older(run / name_of(300), "it is damaged", LoadOptions()) == run / name_of(100)
+
+
 def save_flat(directory: str | Path, value: float) -> None:
     state = {"model": {"w": torch.full((300, 100), value)}, "optimizer": {"m": torch.ones(300, 100), "step": 3}}
     storage_at(directory).ensure()
@@ -266,6 +278,7 @@ def resume(rank: int, runs: Path) -> list[str]:
 
 @pytest.mark.timeout(400)
 def test_a_job_starts_from_the_model_and_is_told_what_else_there_was(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing", reason="the jobs are Megatron's")
     run_pretending_ranks(train, 2, tmp_path, deadline_s=150)
     for name in JOBS:
         old = tmp_path / name / name_of(1)
