@@ -92,6 +92,11 @@ class Job:
     resumed: Parallel
     buckets: int | None = None
 
+    @property
+    def has_same_batches(self) -> bool:
+        """Whether the resumed job's losses can be those of the one that was saved."""
+        return self.name in ("gated", "odd-buckets", "other-buckets")
+
 
 JOBS = (
     Job("gated", GATED, Parallel(tensor=2), Parallel(pipeline=2)),
@@ -122,10 +127,10 @@ def save(rank: int, directory: Path, jobs: Sequence[Job]) -> None:
             state["rng_state"] = random_states(rank, job.saved)
         dist_checkpointing.save(state, made(directory / job.name / "checkpoint"))
         write_state(directory / job.name / "saved", rank, training.sharded_state_dict())
-        if rank == 1:
-            (directory / job.name / "losses").write_text(repr(training.train(2)))
-        else:
-            training.train(2)
+        if job.has_same_batches:
+            later = training.train(2)
+            if rank == 1:
+                (directory / job.name / "losses").write_text(repr(later))
 
 
 def resume(rank: int, directory: Path, jobs: Sequence[Job]) -> tuple[list[list[float]], list[str]]:
@@ -149,7 +154,7 @@ def resume(rank: int, directory: Path, jobs: Sequence[Job]) -> tuple[list[list[f
             moment.neg_()
             certified.append(str(certify(state(), path, options=LoadOptions(certify="warn"))))
             moment.neg_()
-        losses.append(training.train(2))
+        losses.append(training.train(2) if job.has_same_batches else [])
     return losses, certified
 
 
@@ -173,7 +178,7 @@ def test_flat_buckets_load_under_any_division_of_the_model(saved: Path) -> None:
         before, after = (read_state(saved / job.name / name) for name in ("saved", "resumed"))
         if job.name != "odd-buckets":  # of which Megatron-Core itself gathers shifted ones
             assert differing(before, after) == [], job.name
-        if job.name in ("gated", "odd-buckets", "other-buckets"):  # others have other batches
+        if job.has_same_batches:
             expected = literal_eval((saved / job.name / "losses").read_text())
             assert later == pytest.approx(expected, rel=2e-5 if job.shape.dtype == "float32" else 1e-3), job.name
 
