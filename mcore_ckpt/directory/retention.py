@@ -115,6 +115,7 @@ def prune_run(
     keep_every: int | None = None,
     remove: bool = False,
     saved_last: str | None = None,
+    counts: Callable[[CheckpointIndex], bool] = lambda _: True,
 ) -> PruneReport:
     """Decide which checkpoints of a run can go, and with `remove` remove them.
 
@@ -133,6 +134,7 @@ def prune_run(
         keep_every: iterations that are multiples of it stay.
         remove: do it.
         saved_last: name of the directory that was saved last; None: what was published last, by the storage's clock.
+        counts: whether a complete checkpoint can be one of the newest.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
@@ -146,13 +148,19 @@ def prune_run(
     tracked = tracked_name(run)
     directories = directories_of_run(run)
     aside = _finished(run) if remove else []
-    checkpoints = [look_at(directory, tracked=tracked)[0] for directory in directories]
+    looked = [look_at(directory, tracked=tracked) for directory in directories]
+    checkpoints = [checkpoint for checkpoint, _ in looked]
     links = storage_at(run).links()
+    passed_over = {*links, *(each.name for each, index in looked if index is not None and not counts(index))}
     head = None if saved_last is None else iteration_of(saved_last)
     opened: set[str] = set()
     while True:
         newest = _newest(
-            [each for each in checkpoints if each.whole and each.iteration is not None and each.name not in links],
+            [
+                each
+                for each in checkpoints
+                if each.whole and each.iteration is not None and each.name not in passed_over
+            ],
             keep_last,
             head,
         )

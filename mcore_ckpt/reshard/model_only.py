@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, human_bytes
-from mcore_ckpt.core.errors import CheckpointError, LoadError
+from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, leave_signals_to_parent
 from mcore_ckpt.directory.commit import Commit, identity_in_force
@@ -45,6 +45,7 @@ from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
+FAILED: Final = "its optimizer's state could not be removed"
 _WORKERS: Final = 2
 _BUFFERS_BYTES: Final = 128 * 1024**2
 
@@ -62,14 +63,20 @@ def remove_optimizers(
 
     Args and raises: as `prune_run`. `saved_last` is given by jobs.
     """
-    found = prune_run(run, keep_last=keep_last, keep_every=keep_every, saved_last=saved_last)
+    found = prune_run(
+        run,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        saved_last=saved_last,
+        counts=lambda index: any(map(is_optimizer_key, index.tensors)),
+    )
     by = f"keep_optimizer_last={keep_last}" if saved_last else f"mcore-ckpt prune --optimizer-last {keep_last}"
     decisions = []
     for decision in found.decisions:
         try:
             decisions.append(decision if decision.keep else _decide(decision.checkpoint, run, by, remove=remove))
-        except LoadError as error:
-            decisions.append(PruneDecision(decision.checkpoint, True, f"it cannot be read: {error}"))
+        except (LoadError, SaveError) as error:  # the others do not wait for it
+            decisions.append(PruneDecision(decision.checkpoint, True, f"{FAILED}: {error}"))
     return PruneReport(str(run), remove, tuple(decisions))
 
 
@@ -155,7 +162,9 @@ def main(parent_pid: int, run: str, keep_last: int, keep_every: int | None, save
     try:
         report = remove_optimizers(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=saved_last)
         names = [decision.checkpoint.name for decision in report.decisions if not decision.keep]
-        answer: dict[str, Any] = {"names": names, "nbytes": report.freed_bytes}
+        failed = [each for each in report.decisions if each.reason.startswith(FAILED)]
+        warnings = [f"{each.checkpoint.path}: {each.reason}" for each in failed]
+        answer: dict[str, Any] = {"names": names, "nbytes": report.freed_bytes, "warnings": warnings}
     except CheckpointError as error:
         answer = {"error": str(error)}
     sys.stdout.write(json.dumps(answer))

@@ -339,6 +339,9 @@ class ExportOptions(ConversionOptions):
     rope_forwarded: bool = option(False, "the job's script gave GPTModel its rotary options; pretrain_gpt.py does not")
 
 
+_LARGEST_WEIGHT = 1e100  # averages of FP32 elements stay within float64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions(ConversionOptions):
     """What to make of several checkpoints of one model. The optimizer's state is left out."""
@@ -376,11 +379,13 @@ class MergeOptions(ConversionOptions):
         try:
             if weights not in ("uniform", "minus-sqrt"):
                 weights = tuple(map(float, weights.split(",") if isinstance(weights, str) else weights))
-                if not all(map(math.isfinite, weights)) or math.fsum(weights) == 0:
-                    raise ValueError("they are to be finite, and not to add up to 0")
-            if beta is not None and (self.weights != "uniform" or not 0 <= (beta := float(beta)) < 1):
-                raise ValueError("--ema takes a number from 0 to below 1, and no --weights")
-        except (TypeError, ValueError) as error:
+                if not all(0 < abs(one) <= _LARGEST_WEIGHT for one in weights) or math.fsum(weights) == 0:
+                    raise ValueError(
+                        f"none is to be 0 (leave that checkpoint out) or above {_LARGEST_WEIGHT:g}, nor their sum 0"
+                    )
+            if beta is not None and (self.weights != "uniform" or not 0 < (beta := float(beta)) < 1):
+                raise ValueError("--ema takes a number above 0 and below 1, and no --weights")
+        except (TypeError, ValueError, OverflowError) as error:
             raise OptionError(
                 f"--weights {self.weights} --ema {self.ema}: expected uniform, minus-sqrt, or numbers: {error}"
             ) from error

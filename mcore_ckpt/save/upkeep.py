@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -281,34 +280,69 @@ def main(parent_pid: int, cpu_priority: int | None) -> None:
     exit_with_parent(parent_pid)
     lower_priority(cpu_priority, None)
     ends = threading.Event()
-    removals: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    copies = _Copies()
+    removals, copies, exports = _Newest(), _Copies(), _Newest()
     remover = threading.Thread(target=_remove, args=(removals, ends))
     copier = threading.Thread(target=copies.work)
-    exports: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     exporter = threading.Thread(target=_export, args=(exports,))
     for worker in (remover, copier, exporter):
         worker.start()
-    last, held = None, False
+    last, held = dict[str, dict[str, Any]](), False
     for line in sys.stdin:
         if (task := json.loads(line)) is None:
             break
         if "keep_last" in task:
-            removals.put(last := task)
+            last[task["run"]] = task
+            removals.put(task)
         elif "export_to" in task:
             held = True
-            exports.put(task)
+            if (older := exports.put(task)) is not None:
+                text = f"{older['run']}: {older['name']} is not exported, since {task['name']} is newer"
+                _say(logging.INFO, text)
         else:
             held = True
             copies.add(**task)
     ends.set()
-    exports.put(None)
+    exports.end()
     copies.finish()
     copier.join()
     exporter.join()
-    removals.put(last if held else None)  # again: what has been copied and exported by now can go
-    removals.put(None)
+    for task in last.values() if held else ():  # again: what has been copied and exported by now can go
+        removals.put(task)
+    removals.end()
     remover.join()
+
+
+class _Newest:
+    """Tasks that wait, of each run the one that came last: a trainer may save several runs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[str, dict[str, Any]] = {}
+        self._ended = False
+
+    def put(self, task: dict[str, Any]) -> dict[str, Any] | None:
+        """Add a task; returns the one of the same run in whose place it waits."""
+        with self._changed:
+            older = self._waiting.pop(task["run"], None)
+            self._waiting[task["run"]] = task
+            self._changed.notify()
+        return older
+
+    def end(self) -> None:
+        """Nothing more is added."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def get(self) -> dict[str, Any] | None:
+        """The next task; None when all are done and nothing more is added."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            return self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
+
+    def has(self, run: str) -> bool:
+        """Whether a task of that run waits."""
+        return run in self._waiting
 
 
 def _say(level: int, text: str) -> None:
@@ -333,11 +367,11 @@ def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
             return
 
 
-def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Event) -> None:
+def _remove(tasks: _Newest, ends: threading.Event) -> None:
     while (task := tasks.get()) is not None:
-        _await_tracker(task["run"], task["name"], lambda period_s: ends.wait(period_s) or not tasks.empty())
-        if tasks.empty() or ends.is_set():  # otherwise a later save asks for the same
-            run, name, every = task["run"], task["name"], task["keep_every"]
+        run, name, every = task["run"], task["name"], task["keep_every"]
+        _await_tracker(run, name, lambda period_s, run=run: ends.wait(period_s) or tasks.has(run))  # type: ignore[misc]
+        if not tasks.has(run) or ends.is_set():  # otherwise a later save asks for the same
             if (last := task["keep_last"]) is not None:
                 _remove_old(run, name, last, every)
             if (last := task["keep_optimizer_last"]) is not None:
@@ -366,6 +400,8 @@ def _remove_optimizers(run: str, name: str, keep_last: int, keep_every: int | No
     except Exception as error:  # noqa: BLE001  (as above)
         _say(logging.WARNING, f"{run}: {what} old checkpoints could not be removed after {name}: {_words(error)}")
         return
+    for text in said["warnings"]:
+        _say(logging.WARNING, text)
     if said["names"]:
         freed = human_bytes(said["nbytes"])
         _say(logging.INFO, f"{run}: removed {what} {', '.join(said['names'])} ({freed}) after {name}")
@@ -383,16 +419,9 @@ def _answer_of(module: str, *arguments: str | int | None) -> dict[str, Any]:
     return said
 
 
-def _export(tasks: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+def _export(tasks: _Newest) -> None:
     seen: set[str] = set()
     while (task := tasks.get()) is not None:
-        while not tasks.empty():
-            newer = tasks.get()
-            if newer is None:
-                tasks.put(None)  # the end comes after this one
-                break
-            _say(logging.INFO, f"{task['run']}: {task['name']} is not exported, since {newer['name']} is newer")
-            task = newer
         _export_model(**task)
         if task["run"] not in seen:
             seen.add(task["run"])

@@ -36,10 +36,12 @@ def key_filter(pattern: str | None) -> Callable[[str], bool]:
     return lambda key: pattern in key
 
 
+_OPTIMIZER_KEY = re.compile(r"(?:optimizers?|optim|chained_\d+)(?:\.|$)")
+
+
 def is_optimizer_key(fqn: str) -> bool:
     """Whether a key belongs to the optimizer's state (Megatron's layouts, and DCP's `optim.` and `optimizer.`)."""
-    first = fqn.split(".", 1)[0]
-    return first in ("optimizer", "optim", "optimizers") or first.startswith("chained_")
+    return _OPTIMIZER_KEY.match(fqn) is not None
 
 
 _OPTIMIZER_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.[^.]+\.(?P<key>.+)$")

@@ -40,7 +40,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import PARTIAL, checkpoint_path
 from mcore_ckpt.directory.copying import OF_THIS_PACKAGE, CheckpointFiles, copy_and_commit, files_of, refuse_others
-from mcore_ckpt.directory.in_force import RELEASE, is_checkpoint_name, iteration_of, tracked_name
+from mcore_ckpt.directory.in_force import RELEASE, index_files, is_checkpoint_name, iteration_of, tracked_name
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
     RunCheckpoint,
@@ -61,6 +61,7 @@ from mcore_ckpt.format.metadata_read import (
     NEMO_CONTEXT,
     NEMO_WEIGHTS,
     TRACKER_FILE,
+    parse_index,
     read_common_file,
 )
 from mcore_ckpt.format.zip_records import layout_of_versions
@@ -211,6 +212,12 @@ def _next_to_checkpoints(run: Path) -> tuple[str, ...]:
     return tuple(n for n in names if not (is_checkpoint_name(n.partition(PARTIAL)[0]) or n.startswith(OF_THIS_PACKAGE)))
 
 
+def _is_model_of(there: CheckpointIndex, full: CheckpointIndex) -> bool:
+    """Whether a checkpoint is what is left of another one, which has its optimizer's state."""
+    same = there.manifest is not None and full.manifest is not None and there.manifest.save_id == full.manifest.save_id
+    return same and there.removed is not None and full.removed is None
+
+
 def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
     """Copy a file of any size, durably."""
     at = 0
@@ -281,12 +288,15 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
         raise OptionError(f"{taken}: is the checkpoint to be copied, {given}, or lies inside it; copy it elsewhere")
 
     def accepts(found: CheckpointFiles, there: bytes | None) -> None:
+        model_only = set[str]()
         if there is not None:
-            raise CheckpointExistsError(
-                f"{taken}: there is another checkpoint already; copy into another directory, or remove it first"
-            )
+            if not _is_model_of(old := parse_index(there, str(taken)), found.index):
+                raise CheckpointExistsError(
+                    f"{taken}: there is another checkpoint already; copy into another directory, or remove it first"
+                )
+            model_only = {METADATA_FILE, *index_files(old)}
         if writes.is_directory():
-            refuse_others(taken, {*found.data, *found.others, *({COMMON_FILE} if found.common else ())})
+            refuse_others(taken, {*found.data, *found.others, *model_only, *({COMMON_FILE} if found.common else ())})
 
     def check(found: CheckpointFiles) -> None:
         for name in (*found.data, *found.others):

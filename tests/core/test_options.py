@@ -28,6 +28,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "keep_last": ("4", 4),
     "keep_optimizer_last": ("2", 2),
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
+    "export_to": ("s3://bucket/models", "s3://bucket/models"),
     "compare_replicas": ("raise", "raise"),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
 }
@@ -41,7 +42,7 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "page_cache": ("on", "on"),
 }
 # What cannot be without another field is tried in a test of its own.
-TOGETHER = {"keep_every"}
+TOGETHER = {"keep_every", "export_config"}
 
 
 def test_every_field_has_a_variable() -> None:

@@ -183,10 +183,10 @@ def test_another_model_is_refused_by_name(tmp_path: Path, tensors: Tensors, othe
     ("options", "match"),
     [
         ({"weights": (1, 2)}, "got 2 numbers, expected 3"),
-        ({"weights": "1,-1,0"}, "not to add up to 0"),
-        ({"weights": "1,nan,0"}, "finite"),
+        ({"weights": "1,-1,0"}, "nor their sum 0"),
+        ({"weights": "1,nan,0"}, "none is to be 0"),
         ({"weights": "cosine"}, "expected uniform, minus-sqrt"),
-        ({"ema": 1}, "from 0 to below 1"),
+        ({"ema": 1}, "above 0 and below 1"),
         ({"ema": 0.5, "weights": "minus-sqrt"}, "no --weights"),
         ({"hf_config": "x"}, "not with --to torch_dist"),
         ({"weights": "1e38,-1e38,1e-3", "dtype": "fp16"}, "too large for float16"),

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, MissingKeyError
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import DrainNote, index_files
 from mcore_ckpt.directory.iterations import look_at
@@ -27,6 +27,7 @@ from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE, parse_index, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.reshard.model_only import remove_optimizers
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.runs import copy_checkpoint, lineage_of_run
@@ -98,6 +99,45 @@ def test_the_model_stays_bit_for_bit_and_each_command_says_so(run: Path, capsys:
     assert lineage_of_run(run).departures == ()
     # Its `.metadata` is the newest file of the run, and it was not saved last.
     assert [one.checkpoint.iteration for one in prune_run(run, keep_last=1).decisions if one.keep] == [300]
+
+
+def test_one_that_has_no_optimizer_counts_for_none_that_has(run: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(run / name_of(300), tmp_path / "weights", tp=2, pp=1, drop_optimizer=True)
+    shutil.rmtree(run / name_of(300))
+    (tmp_path / "weights").rename(run / name_of(300))
+    remove_optimizers(run, keep_last=1, remove=True)
+    assert model_only(run) == [100]
+
+
+def test_one_that_cannot_be_changed_keeps_no_other_from_it(run: Path) -> None:
+    begin = Commit.begin
+
+    def begin_where_it_can(storage: Any, *arguments: Any) -> Commit:
+        if storage.location.endswith(name_of(100)):
+            raise SaveError("read-only file system")
+        return begin(storage, *arguments)
+
+    with mock.patch.object(Commit, "begin", begin_where_it_can):
+        assert "read-only file system" in why(remove_optimizers(run, keep_last=1, remove=True), 100)
+    assert model_only(run) == [200]
+
+
+def test_a_full_copy_brings_the_optimizer_back(tmp_path: Path) -> None:
+    run, full = tmp_path / "run", tmp_path / "full"
+    for iteration in ITERATIONS:
+        state = {key: torch.full((3,), float(iteration)) for key in ("chained_encoder.weight", "optimizer.state.step")}
+        dcp.save(state, storage_writer=FileSystemWriterAsync(run / name_of(iteration)), no_dist=True)
+    copy_checkpoint(run / name_of(100), full)
+    remove_optimizers(run, keep_last=1, remove=True)
+    assert read_index(run / name_of(100)).tensors.keys() == {"chained_encoder.weight"}  # no chained optimizer's
+    with pytest.raises(CheckpointExistsError):
+        copy_checkpoint(full, run / name_of(200))
+    copy_checkpoint(full, run / name_of(100))
+    assert model_only(run) == [200]
+    assert {path.name for path in (run / name_of(100)).iterdir()} == {path.name for path in full.iterdir()}
+    assert verify_checkpoint(run / name_of(100)).whole
+    with pytest.raises(CheckpointExistsError):
+        copy_checkpoint(run / name_of(200), full)
 
 
 KEEPS: dict[str, Callable[[Path], object]] = {
