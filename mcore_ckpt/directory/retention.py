@@ -27,7 +27,16 @@ from typing import Final
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.commit import REMOVED, REMOVED_YOUNG_S, Commit, identity_in_force, is_note, note_name, notes
+from mcore_ckpt.directory.commit import (
+    REMOVED,
+    REMOVED_YOUNG_S,
+    YOUNG_S,
+    Commit,
+    identity_in_force,
+    is_note,
+    note_name,
+    notes,
+)
 from mcore_ckpt.directory.in_force import (
     DrainNote,
     index_files,
@@ -105,7 +114,8 @@ class PruneReport:
     @property
     def freed_bytes(self) -> int:
         """Bytes of the checkpoints, or of their optimizers' state, that go."""
-        return sum(each.checkpoint.size_bytes - each.stays_bytes for each in self.decisions if not each.keep)
+        going = [each for each in self.decisions if not each.keep]
+        return sum(max(0, each.checkpoint.size_bytes - each.stays_bytes) for each in going)
 
 
 def prune_run(
@@ -296,7 +306,9 @@ def _not_copied(storage: Storage) -> str | None:
         return f"{NOT_COPIED}: {note.to} is its own directory, by another path"
     there, index = look_at(checkpoint_path(note.to))
     if index is not None and note.save in saves_of(index) and there.whole:
-        return None
+        own = _index_of(storage)
+        if there.removed is None or own is None or own.removed is not None:
+            return None
     return f"{NOT_COPIED}, {note.to}"
 
 
@@ -308,7 +320,21 @@ def is_of_removals(storage: Storage, own: str = "") -> bool:
         found = [owner for owner in notes(storage, storage.list()) if owner.save != own]
     except LoadError:
         return False
-    return all((owner.noted or {}).get(REMOVAL) is True and owner.process_state() != "alive" for owner in found)
+    return all(
+        ((owner.noted or {}).get(REMOVAL) is True and owner.process_state() != "alive")
+        or (not owner.host and _ended_as_model_only(storage, owner.save))
+        for owner in found
+    )
+
+
+def _ended_as_model_only(storage: Storage, save: str) -> bool:
+    """Whether a note is an index that was to be published without the optimizer's state, and is left from then."""
+    name = note_name(save)
+    try:
+        there, is_of_one = storage.version(name), parse_index(storage.read(name), storage.location, name=name).removed
+    except LoadError:
+        return False
+    return there is not None and is_of_one is not None and time.time() - there.modified_ns / 1e9 > YOUNG_S
 
 
 def reason_to_stay(checkpoint: RunCheckpoint, run: str | os.PathLike[str], own: str, there: Storage) -> str | None:

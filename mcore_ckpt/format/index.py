@@ -626,6 +626,8 @@ def _details(columns: Columns, text: bytes) -> dict[str, Any]:
             }
         if (removed := details.get("removed")) is not None:
             removed = Removed(str(removed["said"]), int(removed["saved_at_ns"]))
+            if not 0 <= removed.saved_at_ns < 2**63:
+                raise ValueError("no time")
         return {"storage_meta": meta, "version": None if version is None else str(version), "removed": removed}
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise columns.wrong(f"its details cannot be read ({type(error).__name__})") from error

@@ -22,6 +22,7 @@ is durable and compared. So what looks like a checkpoint is complete. A source w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -442,6 +443,14 @@ class SourceFiles:
         version = storage.version(METADATA_FILE)
         return found if version is None else {**found, METADATA_FILE: list(version)}
 
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Tell removals that they are read, as a load does."""
+        with contextlib.ExitStack() as held:
+            for source in (self, *self._others):
+                held.enter_context(storage_at(source.path, follow_links=True).in_use(METADATA_FILE))
+            yield
+
     def refuse_changes(self) -> None:
         """Raise `LoadError` if the files are not as they were: what was read may be of two saves, each part sound."""
         for other in self._others:
@@ -574,7 +583,7 @@ def run_conversion(
 ) -> ConversionReport:
     """Write what was planned, or only report it (`dry_run`); closes the payloads. Raises as `reshard_checkpoint`."""
     plan = conversion.plan
-    with conversion.payloads:
+    with conversion.payloads, conversion.source.in_use():
         if dry_run:
             written: dict[str, Any] = {"keys": tuple(conversion.keys())}
         else:

@@ -23,6 +23,7 @@ from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, leave_signals_to_parent
 from mcore_ckpt.directory.commit import Commit, identity_in_force
+from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files
 from mcore_ckpt.directory.publish import bind_common_file, discard
 from mcore_ckpt.directory.retention import (
@@ -35,7 +36,7 @@ from mcore_ckpt.directory.retention import (
     reason_to_stay,
 )
 from mcore_ckpt.format.index import CheckpointIndex, Removed
-from mcore_ckpt.format.integrity import with_id
+from mcore_ckpt.format.integrity import Identity, data_file_of, with_id
 from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, parse_index, read_index
 from mcore_ckpt.reshard.conversion import write_all
 from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist, refuse_other_fingerprints
@@ -84,11 +85,16 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
     keep, storage = partial(PruneDecision, checkpoint, True), storage_at(checkpoint.path)
     if not checkpoint.whole:
         return keep("it is not complete")
-    if checkpoint.removed is not None:
-        return keep("it is model-only already")
     if checkpoint.drain is not None and checkpoint.drain.files is not None:
         return keep("its files lie on several nodes")
     judged, index = identity_in_force(storage), read_index(checkpoint.path)
+    if checkpoint.removed is not None:
+        left = _left_by_removal(storage, index)
+        if not left:
+            return keep("it is model-only already")
+        if remove and (why := _under_note(storage, judged, checkpoint, run, lambda _, __: discard(storage, left))):
+            return keep(why)
+        return PruneDecision(checkpoint, False, "a removal was interrupted", stays_bytes=checkpoint.size_bytes)
     items = [(key, chunk.item) for key, entry in index.tensors.items() for chunk in entry.chunks]
     items += [(key, entry.item) for key, entry in index.objects.items()]
     going = [item.length for key, item in items if is_optimizer_key(key)]
@@ -101,28 +107,50 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
     what = f"the optimizer's state ({counted(len(going), 'item')}, {human_bytes(sum(going))})"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     removed = Removed(f"{what} was removed on {when} by {by}", round((checkpoint.saved_at_s or 0.0) * 1e9))
-    commit = Commit.begin(storage, {REMOVAL: True})
-    try:
-        reason = partial(reason_to_stay, checkpoint, run, commit.id)
-        why = "it has been saved again" if commit.base != judged else reason(storage)
-        if why is None:
-            why = _save_over(commit, index, removed, reason)
-    finally:
-        commit.give_up()
-    if why is not None:
+    save_over = partial(_save_over, index=index, removed=removed)
+    if (why := _under_note(storage, judged, checkpoint, run, save_over)) is not None:
         return keep(why)
     return PruneDecision(checkpoint, False, "model only", stays_bytes=sum(storage.sizes().values()))
 
 
-def _save_over(
-    commit: Commit, index: CheckpointIndex, removed: Removed, reason: Callable[[Storage], str | None]
+_Reason = Callable[[Storage], str | None]
+
+
+def _under_note(
+    storage: Storage,
+    judged: Identity | None,
+    checkpoint: RunCheckpoint,
+    run: str | os.PathLike[str],
+    change: Callable[[Commit, _Reason], str | None],
 ) -> str | None:
+    """Change a checkpoint with a note there, which keeps saves out; or why it must stay as it is."""
+    commit = Commit.begin(storage, {REMOVAL: True})
+    try:
+        reason = partial(reason_to_stay, checkpoint, run, commit.id)
+        why = "it has been saved again" if commit.base != judged else reason(storage)
+        return change(commit, reason) if why is None else why
+    finally:
+        commit.give_up()
+
+
+def _left_by_removal(storage: Storage, index: CheckpointIndex) -> list[str]:
+    """Data files that a removal which was killed has left: not of the index, and older than it."""
+    published, named = storage.version(METADATA_FILE), index_files(index)
+    others = [name for name in storage.list() if data_file_of(name) is not None and name not in named]
+    found = {name: storage.version(name) for name in others}
+    until_ns = 0 if published is None else published.modified_ns
+    return [name for name, version in found.items() if version is not None and version.modified_ns <= until_ns]
+
+
+def _save_over(commit: Commit, reason: _Reason, *, index: CheckpointIndex, removed: Removed) -> str | None:
     """Publish the model of a checkpoint in the place of all its state; or why that must stay. The id of the save stays,
     but for the names of its files.
     """
     path, journal = checkpoint_path(index.path), Journal()
     journal.save_id = journal.save_id if index.manifest is None else index.manifest.save_id
-    plan = _plan_of_model(replace(index, removed=removed), partial(with_id, save_id=bytes.fromhex(commit.id)))
+    plan = _plan_of_model(index, partial(with_id, save_id=bytes.fromhex(commit.id)))
+    assert plan.index is not None
+    plan = replace(plan, index=replace(plan.index, removed=removed))
     made = Target(path, commit.storage, journal, lambda _, content: commit.publish(content, stale=(INTEGRITY_FILE,)))
     try:
         made.reserve(plan.sizes)

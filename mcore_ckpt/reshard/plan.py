@@ -323,7 +323,6 @@ def _index_of(
         mcore_data={keys[fqn]: data for fqn, data in source.mcore_data.items() if fqn in keys},
         storage_meta=source.storage_meta,
         version=source.version,
-        removed=source.removed,
     ), order
 
 

@@ -18,17 +18,18 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, MissingKeyError
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
-from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.commit import YOUNG_S, Commit
 from mcore_ckpt.directory.in_force import DrainNote, index_files
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import NOT_COPIED, PruneReport, prune_run
 from mcore_ckpt.format.index import Removed
 from mcore_ckpt.format.integrity import id_in_names
-from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE, parse_index, read_index
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, TRACKER_FILE, parse_index, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.model_only import remove_optimizers
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.runs import copy_checkpoint, lineage_of_run
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -36,6 +37,7 @@ from tests.support.gloo_ranks import made, run_pretending_ranks
 from tests.support.model_like import read_all, write_model
 from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
 from tests.support.object_server import ObjectDirectory
+from tests.support.processes import exit_code, fork
 
 ITERATIONS = (100, 200, 300)
 
@@ -120,6 +122,42 @@ def test_one_that_cannot_be_changed_keeps_no_other_from_it(run: Path) -> None:
     with mock.patch.object(Commit, "begin", begin_where_it_can):
         assert "read-only file system" in why(remove_optimizers(run, keep_last=1, remove=True), 100)
     assert model_only(run) == [200]
+
+
+def test_what_a_removal_that_was_killed_has_left_goes_with_the_next(run: Path, tmp_path: Path) -> None:
+    old, fails = run / name_of(100), mock.Mock(side_effect=SaveError("the host is lost"))
+    with mock.patch.object(LocalStorage, "delete", fails):  # behind the commit
+        remove_optimizers(run, keep_last=2, remove=True)
+    reshard_checkpoint(old, tmp_path / "made", tp=1, pp=1)
+    assert read_index(tmp_path / "made").removed is None, "what is made of it was never full"
+    assert main(["prune", str(run), "--optimizer-last", "2", "--yes"]) == 0
+    of_index = {*index_files(read_index(old)), METADATA_FILE, "common.pt", "metadata.json"}
+    assert {path.name for path in old.iterdir()} == of_index
+
+    def killed_at_its_claim() -> None:
+        with mock.patch.object(LocalStorage, "claim", side_effect=lambda *_: os._exit(9)):
+            remove_optimizers(run, keep_last=1, remove=True)
+
+    assert exit_code(fork(killed_at_its_claim)) == 9
+    (note,) = (run / name_of(200)).glob(f"{INCOMPLETE_MARKER}.*")
+    assert "a save is at work in it" in why(remove_optimizers(run, keep_last=1, remove=True), 200)
+    long_ago_s = note.stat().st_mtime - YOUNG_S - 1
+    os.utime(note, (long_ago_s, long_ago_s))
+    remove_optimizers(run, keep_last=1, remove=True)
+    assert model_only(run) == [100, 200]
+    assert not note.exists()
+
+
+def test_what_a_conversion_reads_stays_as_it_is(run: Path, tmp_path: Path) -> None:
+    found, plan = [], conversion.write_all
+
+    def meanwhile(*arguments: Any, **options: Any) -> None:
+        found.append(why(prune_run(run, keep_last=2), 100))
+        plan(*arguments, **options)
+
+    with mock.patch.object(conversion, "write_all", meanwhile):
+        reshard_checkpoint(run / name_of(100), tmp_path / "made", tp=1, pp=1)
+    assert found == ["a load is reading it"]
 
 
 def test_a_full_copy_brings_the_optimizer_back(tmp_path: Path) -> None:
@@ -235,6 +273,12 @@ def test_with_a_second_tier_a_checkpoint_keeps_it_until_it_is_there(tmp_path: Pa
     assert model_only(run) == [1]
     assert look_at(run / name_of(1))[0].drain == note
     assert look_at(second / name_of(1))[0].removed is None
+    copy_checkpoint(second / name_of(1), run / name_of(1))
+    for path in (run / name_of(1)).iterdir():
+        os.utime(path, (1e9, 1e9))
+    save_flat(second / name_of(2), 2)
+    remove_optimizers(second, keep_last=1, remove=True)
+    assert NOT_COPIED in why(prune_run(run, keep_last=1), 1), "what is there has lost its optimizer"
     assert main(["verify", "-q", str(second / name_of(1))]) == 0
 
 

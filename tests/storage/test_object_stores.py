@@ -238,7 +238,7 @@ def test_nothing_waits_longer_than_the_deadline(
 
     proxied_s3.rule = rule
     with pytest.raises(FAILED):
-        save(s3_directory.url, 2.0, rows=1000, write_deadline_s=2.0)
+        save(s3_directory.url, 2.0, rows=1000, write_deadline_s=5.0)
     assert stalled
     proxied_s3.rule = lambda request: None
     assert loaded(s3_directory.url) == 1.0
