@@ -32,7 +32,7 @@ from tests.support.models import GATED, Parallel, build_training
 from tests.support.state_compare import differing, read_state, write_state
 from tests.support.who_ran import record_strategies
 
-MODEL = dataclasses.replace(GATED, hidden=256, vocabulary=2048, sequence=32)
+MODEL = dataclasses.replace(GATED, layers=4, hidden=256, vocabulary=2048, sequence=32)
 TRAINING_LAYOUT = Parallel(tensor=2, pipeline=2)
 STEPS_BEFORE_SAVE = 3
 LEAST_STEPS_DURING_SAVE = 2
