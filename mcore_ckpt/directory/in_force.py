@@ -29,7 +29,7 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path, is_supported
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
-from mcore_ckpt.format.integrity import data_file_of, id_in_names
+from mcore_ckpt.format.integrity import data_file_of, id_in_data_names, id_in_names
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     DRAIN_FILE,
@@ -73,7 +73,7 @@ def is_in_force(storage: Storage, save_id: bytes) -> bool:
         content = storage.read(METADATA_FILE, MAX_METADATA_BYTES) if storage.exists(METADATA_FILE) else b""
     except (LoadError, OSError):
         return True
-    return id_in_names(save_id).encode() in content
+    return id_in_names(save_id).encode() in content or id_in_data_names(save_id).encode() in content
 
 
 def pending_name(save: str) -> str:

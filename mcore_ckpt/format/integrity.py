@@ -1,8 +1,9 @@
 """What ties the files of a checkpoint together: their names, the footer of each data file, and the manifest.
 
-A data file is called `[prefix]__{rank}_{number}.{id}.distcp`, with the first eight bytes of its save's id, in hex: so
-no name is ever used twice, and a name tells which save has made the file. (Among a million saves into one directory two
-have the same id with a probability of 3e-8.) Other writers leave the id out. Readers take any name.
+A data file is called `[prefix]__{rank}_{number}.distcp`. Behind the number (counted from 1 here) stand the first eight
+bytes of its save's id, in 20 decimal digits: so no name is ever used twice, a name tells which save has made the file,
+and scripts that look for two numbers find them. (Among a million saves into one directory two have the same id with a
+probability of 3e-8.) Other writers leave the id out. Readers take any name.
 
 The integrity footer stands behind the last item: a table of what the file holds (key, dtype, chunk and place of each
 tensor; key and place of each object) and 64 bytes with the id of the save. Its length follows from the structure alone,
@@ -124,8 +125,12 @@ class Columns:
 
 DATA_SUFFIX: Final = ".distcp"
 _ID_BYTES: Final = 8
+_ID_DIGITS: Final = 20
+# A hexadecimal id stands in names that were written before the first release.
 _DATA_FILE: Final = re.compile(
-    r"(?P<prefix>.*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?P<id>[0-9a-f]{16}))?\.distcp", re.DOTALL
+    r"(?P<prefix>.*?)__(?P<rank>\d+)_"
+    r"(?:(?P<count>[1-9]\d*)(?P<digits>\d{20})|(?P<number>\d+)(?:\.(?P<hex>[0-9a-f]{16}))?)\.distcp",
+    re.DOTALL,
 )
 
 
@@ -144,13 +149,19 @@ def data_file_name(rank: int, number: int, prefix: str = "") -> str:
 
 
 def id_in_names(save_id: bytes) -> str:
-    """How the names of its files show a save's id (16 bytes)."""
+    """How a note or a pending file shows a save's id (16 bytes) in its name."""
     return save_id[:_ID_BYTES].hex()
+
+
+def id_in_data_names(save_id: bytes) -> str:
+    """How the names of its data files show a save's id (8 bytes or more)."""
+    return f"{int.from_bytes(save_id[:_ID_BYTES], 'big'):0{_ID_DIGITS}d}"
 
 
 def with_id(name: str, save_id: bytes) -> str:
     """The name that a file has in one save; `name` is from `data_file_name`."""
-    return f"{name.removesuffix(DATA_SUFFIX)}.{id_in_names(save_id)}{DATA_SUFFIX}"
+    start, _, number = name.removesuffix(DATA_SUFFIX).rpartition("_")
+    return f"{start}_{int(number) + 1}{id_in_data_names(save_id)}{DATA_SUFFIX}"
 
 
 @lru_cache(maxsize=4096)
@@ -159,7 +170,12 @@ def data_file_of(name: str) -> DataFileName | None:
     match = _DATA_FILE.fullmatch(name)
     if match is None:
         return None
-    return DataFileName(int(match["rank"]), int(match["number"]), match["id"], match["prefix"])
+    number, save = match["number"], match["hex"]
+    if number is None and int(match["digits"]) < 1 << 8 * _ID_BYTES:
+        number, save = int(match["count"]) - 1, f"{int(match['digits']):0{2 * _ID_BYTES}x}"
+    elif number is None:
+        number = match["count"] + match["digits"]
+    return DataFileName(int(match["rank"]), int(number), save, match["prefix"])
 
 
 def tells_save(name: str) -> bool:

@@ -97,7 +97,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_pat
     first = save(tmp_path, b"one")
     (tmp_path / "notes.txt").write_text("mine")
     killed = begin_and_be_killed(tmp_path)
-    (tmp_path / killed.replace("__0_0", "hint__3_1")).write_bytes(b"half")
+    (tmp_path / killed.replace("__0_1", "hint__3_2")).write_bytes(b"half")
     # Killed here. The old checkpoint is in force, its common state too.
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
     assert first in names(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import struct
 import zlib
 from array import array
@@ -24,8 +25,11 @@ from mcore_ckpt.format.integrity import (
     ManifestFile,
     TableColumns,
     check_footer,
+    data_file_name,
+    data_file_of,
     decode_footer,
     split_metadata,
+    with_id,
     with_manifest,
 )
 from mcore_ckpt.format.metadata_read import parse_index
@@ -42,6 +46,30 @@ rows = st.builds(
     lambda key, dtype, box: TensorRow(key, dtype, *box), names, st.sampled_from(["float32", "bfloat16", "bool"]), boxes
 )
 tables = st.dictionaries(st.tuples(numbers, numbers), rows | names, max_size=9)
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 10**6), st.integers(0, 10**30), names)
+def test_a_name_tells_rank_number_and_save(save_id: bytes, rank: int, number: int, prefix: str) -> None:
+    name = data_file_name(rank, number, prefix)
+    of_save = with_id(name, save_id)
+    found = data_file_of(of_save)
+    assert found == (rank, number, save_id[:8].hex(), found.prefix)
+    # As verl, SkyRL and Megatron-Core's own tests look for data files.
+    assert re.search(r"__(\d+)_(\d+)\.distcp$", of_save)[1] == str(rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "save"),
+    [
+        ("__3_2.distcp", 2, None),
+        ("__3_2.00000000000000ff.distcp", 2, "00000000000000ff"),  # as this package wrote before its first release
+        ("__3_300000000000000000255.distcp", 2, "00000000000000ff"),
+        ("__3_99999999999999999999.distcp", 99999999999999999999, None),  # no count before the digits
+        ("__3_199999999999999999999.distcp", 199999999999999999999, None),  # more than eight bytes
+    ],
+)
+def test_only_names_with_an_id_belong_to_a_save(name: str, number: int, save: str | None) -> None:
+    assert data_file_of(name) == (3, number, save, "")
 
 
 def sealed(table: Items, save_id: bytes = SAVE_ID, file_bytes: int = 10**6) -> tuple[bytes, int]:

@@ -8,6 +8,7 @@ import os
 import random
 from pathlib import Path
 
+from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
@@ -27,7 +28,7 @@ def random_bytes(count: int, seed: int = 0) -> bytes:
 
 def data_file(directory: Path, rank: int = 0, number: int = 0) -> Path:
     """A data file of a checkpoint that holds one save, whoever has named it."""
-    (found,) = directory.glob(f"__{rank}_{number}.*distcp")
+    (found,) = (path for path in directory.iterdir() if (data_file_of(path.name) or ())[:2] == (rank, number))
     return found
 
 

@@ -25,6 +25,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.directory import commit, copying
 from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
+from mcore_ckpt.format.integrity import with_id
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, encode_config
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from mcore_ckpt.tools import runs
@@ -231,7 +232,7 @@ def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_publishe
     with mock.patch.object(copying, "_check_lengths", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         copy_checkpoint(saved, target)
     save(tmp_path / "other", 2.0)
-    with pytest.raises(CheckpointExistsError, match=r"not of the checkpoint that is copied: __0_0.*, "):
+    with pytest.raises(CheckpointExistsError, match=r"not of the checkpoint that is copied: __0_1.*, "):
         copy_checkpoint(tmp_path / "other", target)
     assert not storage_at(target).exists(".metadata")
     copy_checkpoint(saved, target)  # which is resumed
@@ -243,13 +244,13 @@ def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tm
     copy_checkpoint(saved, target)
     with mock.patch.object(commit, "_place", return_value="another host"):
         held_up = commit.Commit.begin(storage_at(target), common=b"of the save")
-    note = target / commit.note_name(held_up.id)
+    note, own = target / commit.note_name(held_up.id), with_id("__0_0.distcp", bytes.fromhex(held_up.id))
     os.utime(note, (time.time() - 100.0,) * 2)
-    (target / f"__0_0.{held_up.id}.distcp").write_bytes(b"of the save")
+    (target / own).write_bytes(b"of the save")
     (saved / "tokenizer.json").write_text("[]")
     with pytest.raises(SaveError, match=r"another save may be at work there \(process .* on host"):
         copy_checkpoint(saved, target)
-    assert {f"__0_0.{held_up.id}.distcp", held_up.pending} <= set(storage_at(target).list())
+    assert {own, held_up.pending} <= set(storage_at(target).list())
     assert (target / "tokenizer.json").read_text() == "{}"
     os.utime(note, (time.time() - 4000.0,) * 2)  # nobody can be at work any more
     copy_checkpoint(saved, target)
