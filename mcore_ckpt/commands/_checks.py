@@ -83,8 +83,25 @@ def _verify_one(arguments: argparse.Namespace, checkpoint: str) -> Outcome:
 
 
 def _verify(arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.tools.inspection import holds_weights
+
+    if holds_weights(arguments.checkpoint):
+        return _verify_weights(arguments)
     verdict = verified(arguments, repair_from=None, accept=False, optimizer=arguments.check_optimizer)
     return _with_state(verdict, arguments) if arguments.state else verdict
+
+
+def _verify_weights(arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.models.conversions import verify_weights
+
+    path, shown = arguments.checkpoint, False if arguments.quiet else None
+    if arguments.check_optimizer or arguments.state:
+        raise OptionError(f"{path}: holds safetensors; --check-optimizer and --state are for checkpoints")
+    report = verify_weights(path, workers=max(1, arguments.workers), progress=shown)
+    lines = _problem_lines(report.problems)
+    lines += [] if report.records else ["no checksums are stored there: the structure alone was checked"]
+    document = document_of(report, whole=report.whole)
+    return Outcome(document, "\n".join([*lines, _verdict(report)]), DONE if report.whole else DIFFERS)
 
 
 def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
@@ -194,13 +211,16 @@ def _lines_of(report: VerifyReport, other: Path | None, accepted: str | None) ->
         lines.append(f"loads need MCORE_CKPT_ALLOWED_CLASSES={one_line(','.join(report.refused))}: it holds {held}")
     if report.removed is not None:
         lines.append(one_line(f"model only: {report.removed.said}; `mcore-ckpt copy` of a full copy brings it back"))
+    return [*lines, _verdict(report)]
+
+
+def _verdict(report: VerifyReport) -> str:
     verdict = "valid" if report.whole else f"DAMAGED, {counted(len(report.problems), 'problem')}"
-    lines.append(
+    return (
         f"{one_line(report.path)}: {verdict}: {counted(report.items, 'item')}, {counted(report.records, 'checksum')}, "
         f"{human_bytes(report.read_bytes)}{human_rate(report.read_bytes, report.seconds)}"
         + (f"; without a checksum: {counted(report.unchecked, 'item')}" if report.unchecked else "")
     )
-    return lines
 
 
 def add_repair(parser: argparse.ArgumentParser) -> None:

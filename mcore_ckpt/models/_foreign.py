@@ -20,6 +20,7 @@ And the last step of all imports: from payloads of a source to the plan of a `to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -27,11 +28,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    ChecksumError,
     CorruptCheckpointError,
     OptionError,
     UnsafePickleError,
@@ -55,7 +58,7 @@ from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import FilePayloads, FileRange, Record, TensorView, ViewPayloads
-from mcore_ckpt.reshard.weight_files import METADATA_KEY, encode_state
+from mcore_ckpt.reshard.weight_files import METADATA_KEY, SAFETENSORS_INDEX, SUMS_KEY, encode_state
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import read_plain_object
@@ -74,9 +77,23 @@ _SHARDING = "DCP_SHARDING_INFO"
 _INSIDE = re.compile(r'"saved_offsets":[^]]*[1-9]')
 
 
-def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
+class WeightIndex(NamedTuple):
+    """What an index of files says: which has each key, and if this package has written it, the CRC-32 of each header by
+    file, and of each tensor by key.
+    """
+
+    files: Mapping[str, str]
+    headers: Mapping[str, int]
+    tensors: Mapping[str, int]
+
+
+NO_INDEX: Final = WeightIndex({}, {}, {})
+
+
+def read_safetensors(directory: Path, name: str, listed: WeightIndex = NO_INDEX) -> dict[str, FileRange]:
     """The tensors of one file, by name; each number is checked against the file. `CorruptCheckpointError` unless each
-    name is there once, and the tensors follow one another without holes or overlaps; `OptionError` for slices of some.
+    name is there once, and the tensors follow one another without holes or overlaps; `ChecksumError` unless the header
+    is as it was `listed`; `OptionError` for slices of some.
     """
     path = directory / name
     with storage_at(directory, follow_links=True).open_reader(name) as reader:
@@ -85,11 +102,21 @@ def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
         if size_bytes < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):
             raise CorruptCheckpointError(f"{path}: a header of {length} bytes in a file of {size_bytes}")
         text = reader.read(8, length)
+    expected = listed.headers.get(name)
+    if expected is not None and crc32(text, crc32(length.to_bytes(8, "little"))) != expected:
+        raise ChecksumError(
+            f"{path}: its header does not have the CRC-32 {expected:#010x} that {SAFETENSORS_INDEX} states: it is "
+            "damaged; fetch the file again. Where another model was saved over it, remove that index"
+        )
     header = parse_json(text, str(path))
     if not isinstance(header, dict):
         raise CorruptCheckpointError(f"{path}: its header is no JSON object; fetch the file again")
     metadata = header.pop(METADATA_KEY, None)
     tensors = {key: _tensor(path, name, key, fields, 8 + length, size_bytes) for key, fields in header.items()}
+    for key, value in listed.tensors.items():
+        if listed.files.get(key) == name and key in tensors:
+            found = tensors[key]
+            tensors[key] = found._replace(record=Record(key, found.offset, found.nbytes, value))
     stop, previous = 8 + length, ""
     for key, raw in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if raw.offset != stop:
@@ -303,14 +330,14 @@ def open_source(
         return "dcp", StoredPayloads(CheckpointIndex(index.path, renamed, {}), stored=index), [], list(index.objects)
     directory = source if storage_at(source).is_directory() else source.parent
     storage = storage_at(directory, follow_links=True)
-    files, mapped, left_out = _files(source, storage, is_model)
+    files, listed, left_out = _files(source, storage, is_model)
     kind: ImportFormat = "safetensors" if files[0].endswith(".safetensors") else "torch"
     tensors: dict[str, FileRange] = {}
     others: list[str] = []
     for file in files:
         with storage.open_reader(file) as reader:  # raises for what is no regular file: a pipe would never end
             refuse_text(directory / file, reader.read(0, min(100, reader.size_bytes)))
-        found = read_safetensors(directory, file) if kind == "safetensors" else None
+        found = read_safetensors(directory, file, listed) if kind == "safetensors" else None
         if found is None:
             found, more = read_torch_file(storage, file)
             others += more
@@ -324,19 +351,19 @@ def open_source(
         if twice:
             raise CorruptCheckpointError(f"{directory / file}: {min(twice)} is in another of the files too")
         tensors.update(found)
-    _check_mapped(mapped, {key: at.file for key, at in tensors.items()}, source)
+    check_listed(listed, {key: at.file for key, at in tensors.items()}, source)
     names = _new_names(tensors, rename, source)
     return kind, FilePayloads(directory, {new: tensors[old] for old, new in names.items()}, storage), left_out, others
 
 
-def _files(source: Path, storage: Storage, is_model: bool) -> tuple[list[str], dict[str, str], list[str]]:
-    """The files to read: one, or those that `transformers` takes, or all of one kind; the file of each key, if an index
-    says; and files of weights that are left out. `storage` is that of the directory.
+def _files(source: Path, storage: Storage, is_model: bool) -> tuple[list[str], WeightIndex, list[str]]:
+    """The files to read: one, or those that `transformers` takes, or all of one kind; what their index says, if there
+    is one; and files of weights that are left out. `storage` is that of the directory.
     """
     if storage.location != storage_at(source).location:
         if not storage.exists(source.name):
             raise CheckpointNotFoundError(f"{source}: no such file or directory")
-        return [source.name], {}, []
+        return [source.name], NO_INDEX, []
     names = storage.list()
     named = read_config(source).get(TRANSFORMERS_FILE) if is_model and CONFIG in names else None
     if named is not None and not (isinstance(named, str) and storage.exists(named)):
@@ -354,16 +381,21 @@ def _files(source: Path, storage: Storage, is_model: bool) -> tuple[list[str], d
             f"{source}: nothing to import: expected *.safetensors, *.bin, *.pt or *.pth files of weights, or a DCP "
             f"checkpoint; found {there}"
         )
-    first, mapped = chosen[0], dict[str, str]()
+    first, listed = chosen[0], NO_INDEX
     if first.endswith(_INDEX):
-        mapped = _weight_map(source / first)
-        chosen = sorted(set(mapped.values()))
+        listed = read_weight_index(source / first)
+        chosen = sorted(set(listed.files.values()))
+    elif chosen == [first] and first + _INDEX in names:
+        with contextlib.suppress(CorruptCheckpointError):  # `transformers` does not look at it
+            listed = read_weight_index(source / (first + _INDEX))
+            listed = listed if set(listed.files.values()) == {first} else NO_INDEX
     numbered = [found for name in chosen if (found := _NUMBERED.search(name))]
-    if numbered and not mapped and len({found[1] for found in numbered}) < int(numbered[0][2]):
+    if numbered and not listed.files and len({found[1] for found in numbered}) < int(numbered[0][2]):
         raise CorruptCheckpointError(f"{source}: of {numbered[0][2]} files not all are there; fetch the others, too")
-    left = [name for name in names if name.endswith(WEIGHTS) and name not in {first, *chosen}]
-    taken = first if mapped or len(chosen) == 1 else f"{len(chosen)} others"
-    return chosen, mapped, [f"{some(left)} (the model is in {taken})"] if left else []
+    known = {first, *chosen, *([first + _INDEX] if listed.files else [])}
+    left = [name for name in names if name.endswith(WEIGHTS) and name not in known]
+    taken = first if listed.files or len(chosen) == 1 else f"{len(chosen)} others"
+    return chosen, listed, [f"{some(left)} (the model is in {taken})"] if left else []
 
 
 def some(names: Sequence[str]) -> str:
@@ -383,8 +415,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     return document
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    """Which file each key is in, as an index of the Hugging Face libraries says."""
+def read_weight_index(path: Path) -> WeightIndex:
+    """An index of the Hugging Face libraries, which may have checksums; raises `CorruptCheckpointError`."""
     document = parse_json(read_small_file(path.parent, path.name, _MAX_INDEX_BYTES, follow_links=True), str(path))
     mapped = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(mapped, dict) or not mapped:
@@ -392,11 +424,22 @@ def _weight_map(path: Path) -> dict[str, str]:
     for key, file in mapped.items():
         if not isinstance(file, str) or not file or Path(file).name != file:
             raise CorruptCheckpointError(f"{path}: {key}: expected the name of a file next to it, got {file!r:.200}")
-    return mapped
+    metadata = document.get("metadata")
+    sums = metadata.get(SUMS_KEY, {}) if isinstance(metadata, dict) else {}
+    try:
+        headers, tensors = (
+            {name: int(value, 16) for name, value in sums.get(of, {}).items()} for of in ("headers", "tensors")
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: expected in `{SUMS_KEY}` hexadecimal digits for each tensor and each header; fetch the file again"
+        ) from error
+    return WeightIndex(mapped, headers, tensors)
 
 
-def _check_mapped(mapped: Mapping[str, str], found: Mapping[str, str], source: Path) -> None:
+def check_listed(listed: WeightIndex, found: Mapping[str, str], source: Path) -> None:
     """Compare what the index says with what the files hold; raises `CorruptCheckpointError`."""
+    mapped = listed.files
     wrong = [key for key, file in mapped.items() if found.get(key) != file]
     if wrong:
         where = found.get(wrong[0])

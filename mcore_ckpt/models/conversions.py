@@ -10,20 +10,31 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from mcore_ckpt.core.errors import CheckpointError, OptionError
+from mcore_ckpt.core.console import Progress
+from mcore_ckpt.core.errors import CheckpointError, ChecksumError, OptionError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.core.process import exit_with_parent, leave_signals_to_parent
+from mcore_ckpt.core.process import exit_with_parent, in_parallel, leave_signals_to_parent
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load.checks import check_file
-from mcore_ckpt.models._foreign import import_conversion, layout_of, open_model, open_source
+from mcore_ckpt.load.checks import Problem, check_file
+from mcore_ckpt.models._foreign import (
+    NO_INDEX,
+    check_listed,
+    import_conversion,
+    layout_of,
+    open_model,
+    open_source,
+    read_safetensors,
+    read_weight_index,
+)
 from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._legacy import legacy_import
 from mcore_ckpt.models._megatron_fsdp import import_fsdp
@@ -41,12 +52,20 @@ from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.reshard import opened, reshard_conversion, target_layout
 from mcore_ckpt.reshard.target_directory import begun_work, refuse_target
-from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors, plan_torch_files
+from mcore_ckpt.reshard.view import FilePayloads, FileRange
+from mcore_ckpt.reshard.weight_files import (
+    SAFETENSORS_INDEX,
+    Exported,
+    encode_state,
+    plan_safetensors,
+    plan_torch_files,
+)
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
-from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, check_tiled
 from mcore_ckpt.tools.runs import Places, places_of
+from mcore_ckpt.tools.verify import VerifyReport
 
 TargetKind = Literal["safetensors", "torch", "dcp", "hf"]
 SourceKind = Literal["files", "hf", "dcp", "megatron-legacy"]
@@ -183,6 +202,53 @@ def merge_checkpoints(
     for directory in () if dry_run else directories:
         refuse_target(directory, places.target)
     return convert(partial(_plan_merge, directories), places, how, dry_run=dry_run, progress=progress)
+
+
+def verify_weights(path: str | os.PathLike[str], *, workers: int = 2, progress: bool | None = False) -> VerifyReport:
+    """Check the safetensors files of a directory: their headers and lengths, and what their index says of them. Tensors
+    are read where the index has their checksums, as that of an export has.
+
+    Args and raises: as `verify_checkpoint`.
+    """
+    started, directory = time.monotonic(), checkpoint_path(path)
+    storage = storage_at(directory, follow_links=True)
+    problems: list[Problem] = []
+    listed, found = NO_INDEX, dict[str, dict[str, FileRange]]()
+    names = storage.list()
+    with _noting(problems, SAFETENSORS_INDEX):
+        listed = read_weight_index(directory / SAFETENSORS_INDEX) if SAFETENSORS_INDEX in names else NO_INDEX
+    others = {name for name in names if name.endswith(".safetensors")} - {*listed.files.values()}
+    for name in (*sorted(others), *sorted({*listed.files.values()})):
+        with _noting(problems, name):
+            found[name] = read_safetensors(directory, name, listed)
+    if found.keys() >= {*listed.files.values()}:
+        with _noting(problems, SAFETENSORS_INDEX):
+            check_listed(listed, {key: name for name, tensors in found.items() for key in tensors}, directory)
+    summed = {name: [key for key, at in tensors.items() if at.record is not None] for name, tensors in found.items()}
+    nbytes = sum(found[name][key].nbytes for name, keys in summed.items() for key in keys)
+    with Progress("verify", nbytes, shown=progress) as bar:
+        for name, keys in summed.items():
+            with FilePayloads(directory, found[name], storage) as payloads:
+                in_parallel(keys, partial(_check_tensor, payloads, name, problems, bar), workers)
+    items, records = sum(map(len, found.values())), sum(map(len, summed.values()))
+    seconds = time.monotonic() - started
+    return VerifyReport(str(directory), tuple(problems), items, records, nbytes, seconds, unchecked=items - records)
+
+
+def _check_tensor(payloads: StoredPayloads, file: str, problems: list[Problem], bar: Progress, key: str) -> None:
+    entry = payloads.index.tensors[key]
+    with _noting(problems, file, key):
+        check_elements(payloads, entry)
+    bar.advance(entry.chunks[0].item.length)
+
+
+@contextmanager
+def _noting(problems: list[Problem], file: str, key: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        is_damage = isinstance(error, ChecksumError)
+        problems.append(Problem("checksum" if is_damage else "file", str(error), fqn=key, file=file))
 
 
 def _plan_merge(directories: Sequence[Path], options: MergeOptions) -> Conversion:

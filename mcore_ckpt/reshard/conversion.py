@@ -644,7 +644,8 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
         if content is not None:
             made.publish(METADATA_FILE, bind_common_file(content, made.folder))
         elif plan.index_file is not None:
-            made.publish(*plan.index_file)
+            name, index_of = plan.index_file
+            made.publish(name, index_of(made.journal.written))
     return {
         "files": tuple(sorted(plan.sizes)),
         "file_bytes": sum(plan.sizes.values()),

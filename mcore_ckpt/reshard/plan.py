@@ -31,6 +31,7 @@ from mcore_ckpt.image.layout import (
     FileImage,
     PlannedFile,
     TensorSpec,
+    WrittenFile,
     fill_bucket,
     lay_out_file,
     place_objects,
@@ -130,7 +131,8 @@ class TargetPlan:
     chunks: int
     index: CheckpointIndex | None = None  # of a target with `.metadata`
     order: array[int] | None = None  # for each chunk of the index, its payload's number among those of all files
-    index_file: tuple[str, bytes] | None = None  # without `.metadata`: name and content of what is written last
+    # Without `.metadata`: name and content of what is written last, from the results of the files.
+    index_file: tuple[str, Callable[[Mapping[str, WrittenFile]], bytes]] | None = None
 
     @property
     def sizes(self) -> dict[str, int]:

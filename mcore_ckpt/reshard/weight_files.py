@@ -1,7 +1,8 @@
 """Files of other formats: safetensors, and state dicts as `torch.save` writes them; without torch.
 
-Safetensors files are sharded by size, as the Hugging Face libraries name them: `model-00001-of-00004.safetensors` with
-`model.safetensors.index.json`, or one `model.safetensors`.
+Safetensors files are sharded by size, as the Hugging Face libraries name them: `model-00001-of-00004.safetensors`, or
+one `model.safetensors`. The format has no checksums, and a header is written before its data. So the index of the
+files, `model.safetensors.index.json`, has the CRC-32 of each tensor and header, which those libraries pass over.
 
     8 bytes    length of the header, little-endian
     header     {"name": {"dtype": "BF16", "shape": [...], "data_offsets": [start, stop]}, "__metadata__": {...}}
@@ -23,6 +24,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.boxes import strides_of
@@ -34,12 +36,15 @@ from mcore_ckpt.format.safe_pickle import MEGATRON_CLASSES
 from mcore_ckpt.format.state_file import StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, dtype_entry
 from mcore_ckpt.format.unpickler import Opaque
-from mcore_ckpt.image.layout import FileImage
+from mcore_ckpt.image.layout import FileImage, WrittenFile
 from mcore_ckpt.reshard.plan import Part, TargetFile, TargetPlan, all_in_one
 from mcore_ckpt.tools.regrid import as_numbers
 
 METADATA_KEY: Final = "__metadata__"
 """Name that the header keeps for itself."""
+SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
+SUMS_KEY: Final = "crc32"
+"""Of the index's metadata: eight hexadecimal digits for each tensor by name, and for each header by file."""
 
 # Readers that map the file want elements aligned; the header is padded with spaces, as the format provides.
 _ALIGNMENT = 64
@@ -112,32 +117,36 @@ def shard_names(tensors: Sequence[Exported], most_bytes: int, stem: str, ending:
     return dict(zip(names, shards, strict=True))
 
 
-def weight_map(shards: Mapping[str, Sequence[Exported]]) -> bytes:
-    """The index file of several shards: which file has which tensor."""
+def weight_map(shards: Mapping[str, Sequence[Exported]], sums: Mapping[str, Any]) -> bytes:
+    """The index file of shards: the file of each tensor, and further `sums` as metadata."""
     weights = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
     total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors)
-    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    document = {"metadata": {"total_size": total, **sums}, "weight_map": dict(sorted(weights.items()))}
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
 def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan:
     """Where each tensor goes; no file has more than `most_bytes`, unless one tensor is larger."""
     shards = shard_names(tensors, most_bytes, "model", "safetensors")
-    parts = []
+    parts, headers = [], {}
     for file, shard in shards.items():
         described = [(tensor.name, tensor.entry.dtype, tensor.shape) for tensor in shard]
         header, starts = safetensors_header(described, {"format": "pt"})
+        headers[file] = f"{crc32(header):08x}"
         lengths = array("q", [tensor.nbytes for tensor in shard])
         image = FileImage(len(header) + sum(lengths), array("q", starts.values()), lengths, array("q"))
         moves = [move for tensor in shard for move in all_in_one(tensor.entry, tensor.name, file)]
         parts.append(Part([TargetFile(file, image, [header, *[b""] * len(shard)])], moves))
-    return _plan_of(parts, shards, "model.safetensors.index.json")
 
+    def index_of(written: Mapping[str, WrittenFile]) -> bytes:
+        crcs = chain.from_iterable(written[file].crcs for file in shards)
+        named = zip(chain.from_iterable(shards.values()), crcs, strict=True)
+        sums = {"headers": headers, "tensors": {tensor.name: f"{crc:08x}" for tensor, crc in named}}
+        return weight_map(shards, {SUMS_KEY: sums})
 
-def _plan_of(parts: Sequence[Part], shards: Mapping[str, Sequence[Exported]], index_name: str) -> TargetPlan:
-    index_file = (index_name, weight_map(shards)) if len(shards) > 1 else None
-    count = sum(map(len, shards.values()))
-    return TargetPlan(parts=tuple(parts), tensors=count, chunks=count, index_file=index_file)
+    return TargetPlan(
+        parts=tuple(parts), tensors=len(tensors), chunks=len(tensors), index_file=(SAFETENSORS_INDEX, index_of)
+    )
 
 
 # Random states, settings and what layers keep for themselves are small; what is larger is no such thing.
@@ -338,4 +347,5 @@ def plan_torch_files(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan
         state = {tensor.name: SavedTensor(tensor.entry.dtype, tensor.shape, tensor.name) for tensor in shard}
         file, _ = _lay_out_state(name, state)
         parts.append(Part([file], [move for tensor in shard for move in all_in_one(tensor.entry, tensor.name, name)]))
-    return _plan_of(parts, shards, "pytorch_model.bin.index.json")
+    index_file = ("pytorch_model.bin.index.json", lambda _: weight_map(shards, {})) if len(shards) > 1 else None
+    return TargetPlan(parts=tuple(parts), tensors=len(tensors), chunks=len(tensors), index_file=index_file)

@@ -28,6 +28,7 @@ from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import (
     METADATA_FILE,
     NEMO_WEIGHTS,
+    TRACKER_FILE,
     read_config,
     read_index,
 )
@@ -192,6 +193,14 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
         return directory / NEMO_WEIGHTS
     tracked = tracked_name(directory)
     return directory if tracked is None else directory / tracked
+
+
+def holds_weights(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory has safetensors files, or their index, and is none of a checkpoint or a run."""
+    storage = storage_at(checkpoint_path(path), follow_links=True)
+    names = storage.list() if storage.is_directory() else []
+    has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    return has_weights and not {METADATA_FILE, TRACKER_FILE} & set(names)
 
 
 def index_version(directory: Path) -> FileVersion | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import (
@@ -29,11 +31,13 @@ from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_rename_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.reshard.weight_files import safetensors_header
+from mcore_ckpt.reshard.weight_files import SAFETENSORS_INDEX, safetensors_header
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import contents, flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+
+Capture = pytest.CaptureFixture[str]
 
 
 def read_by_definition(path: Path) -> dict[str, torch.Tensor]:
@@ -302,6 +306,57 @@ def test_an_interrupted_export_is_resumed_by_the_same_command(checkpoint: Path, 
     export_checkpoint(checkpoint, tmp_path / "alone", **options)
     assert contents(tmp_path / "t") == contents(tmp_path / "alone")
     assert not (tmp_path / "t.partial").exists()
+
+
+class TestChecksumsOfSafetensors:
+    @pytest.fixture(params=[{}, {"max_shard_bytes": 20_000}], ids=["one file", "several"])
+    def weights(self, request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> Path:
+        export_checkpoint(checkpoint, tmp_path / "e", **request.param)
+        return tmp_path / "e"
+
+    def test_each_tensor_has_its_own_and_others_read_the_files(self, weights: Path, capsys: Capture) -> None:
+        sums = json.loads((weights / SAFETENSORS_INDEX).read_bytes())["metadata"]["crc32"]["tensors"]
+        found = {key: value for file in weights.glob("*.safetensors") for key, value in load_file(file).items()}
+        assert_same(found, model_tensors())
+        expected = {key: zlib.crc32(value.reshape(-1).view(torch.uint8).numpy()) for key, value in found.items()}
+        assert {key: int(value, 16) for key, value in sums.items()} == expected
+        assert main(["verify", str(weights), "-q"]) == 0
+        assert f"valid: {len(sums)} items, {len(sums)} checksums" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("where", ["data", "header", "index"])
+    def test_a_flipped_byte_is_damage_for_verify_and_an_import(
+        self, weights: Path, where: str, capsys: Capture
+    ) -> None:
+        file, index = sorted(weights.glob("*.safetensors"))[-1], weights / SAFETENSORS_INDEX
+        key = list(read_by_definition(file))[-1]
+        if where == "index":
+            document = json.loads(index.read_bytes())
+            document["metadata"]["crc32"]["tensors"][key] = "00000000"
+            index.write_text(json.dumps(document))
+        else:  # a shape of the header is another, or an element
+            flip(file, -1 if where == "data" else file.read_bytes().index(b"shape") + 8)
+        assert main(["verify", str(weights), "-q"]) == 1
+        said = capsys.readouterr().out
+        assert "DAMAGED, 1 problem" in said
+        assert file.name in said
+        assert where == "header" or key in said
+        refused(weights, ChecksumError, file.name)
+
+    def test_files_of_others_have_none(self, weights: Path, capsys: Capture) -> None:
+        (weights / SAFETENSORS_INDEX).unlink()
+        assert main(["verify", str(weights), "-q"]) == 0
+        assert "no checksums are stored there" in capsys.readouterr().out
+        file = min(weights.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1])
+        assert main(["verify", str(weights), "-q"]) == 1
+        assert f"{file.name}: " in capsys.readouterr().out
+
+    def test_what_the_index_names_has_to_be_there(self, weights: Path, capsys: Capture) -> None:
+        file = min(weights.glob("*.safetensors"))
+        file.unlink()
+        assert main(["verify", str(weights), "-q"]) == 1
+        assert f"{file.name}: " in capsys.readouterr().out
+        assert main(["verify", str(weights), "--state"]) == 2
 
 
 class TestSourceThatIsReplaced:

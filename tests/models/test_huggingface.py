@@ -30,6 +30,7 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_conversions import read_by_definition
 from tests.models.test_conversions import refused as import_refused
+from tests.support.local_files import contents
 from tests.support.model_like import assert_same, read_all
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD, LAYERS, VOCABULARY = 16, 24, 4, 2, 8, 2, 50
@@ -383,7 +384,7 @@ def test_what_belongs_to_the_weights_goes_along_and_the_rest_is_named(checkpoint
     (original / "vocab.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
     report = export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=original)
     found = {str(path.relative_to(tmp_path / "e")) for path in (tmp_path / "e").rglob("*") if path.is_file()}
-    made = {"config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"}
+    made = {"config.json", "generation_config.json", WHOLE, INDEX, "tokenizer_config.json"}
     assert found == {*f"{taken} {taken_too}".split(), *made}
     written = json.loads((tmp_path / "e" / "config.json").read_text())
     assert written["auto_map"] == code
@@ -617,4 +618,5 @@ def test_an_average_is_exported_as_it_is_merged(model: Path, checkpoint: Path, t
     merge_checkpoints(sources, tmp_path / "merged")
     found = read_by_definition(tmp_path / "at_once" / "model.safetensors")
     assert_same(found, exported(tmp_path / "merged", tmp_path / "after"))
+    assert contents(tmp_path / "at_once")[INDEX] == contents(tmp_path / "after")[INDEX]  # the checksums, too
     assert_same(found, {key: tensor * 2 for key, tensor in model_tensors().items()})
