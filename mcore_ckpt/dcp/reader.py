@@ -51,7 +51,7 @@ class FileSystemReader(CheckpointReader, StorageReader):
 
     Args:
         path: the checkpoint's directory.
-        _extension_registry: DCP's, for stream transforms; refused.
+        _extension_registry: DCP's, for stream transforms; refused. (What is compressed with zstd needs none.)
         options: how to read; by default from the environment.
 
     Raises:
@@ -68,8 +68,8 @@ class FileSystemReader(CheckpointReader, StorageReader):
         self._load = ExitStack()
         if _extension_registry is not None:
             raise OptionError(
-                "stream transforms (`_extension_registry`) are not supported; read with DCP's own FileSystemReader. "
-                "Options are passed as `options=`"
+                "stream transforms (`_extension_registry`) are not supported, and zstd is read without one; read "
+                "others with DCP's own FileSystemReader. Options are passed as `options=`"
             )
         self.load_id = str(uuid.uuid4())
         super().__init__(path, options=options)

@@ -41,6 +41,7 @@ from mcore_ckpt.format.index import (
     CheckpointIndex,
     Removed,
     parse_object_key,
+    read_item,
 )
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -300,7 +301,7 @@ def flaw_of_files(directory: Path) -> str | None:
         with storage.open_reader(name) as reader:
             checked_footer(index, name, reader)
             if common is None and state is not None and state.item.file == name:
-                content, where = reader.read(state.item.offset, state.item.length), f"{state.fqn} ({name})"
+                content, where = read_item(reader, state.item), f"{state.fqn} ({name})"
                 read_plain(content, where)
                 archive = archive_of(content, where)
                 for record in archive.records.values():

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import reprlib
 import struct
 from array import array
 from bisect import bisect_left
@@ -21,8 +23,9 @@ from itertools import accumulate, chain, islice, repeat
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import IF_DAMAGED, CorruptCheckpointError, LoadError
 from mcore_ckpt.format.integrity import Columns, Manifest, Section, column_bytes, deflated, text_bytes
+from mcore_ckpt.storage.base import RangeReader
 
 
 # These three are named tuples, not dataclasses: there is one of each for every tensor or chunk, and a tuple is made in
@@ -37,6 +40,7 @@ class StoredItem(NamedTuple):
     offset: int
     length: int
     crc32: int | None = None
+    is_compressed: bool = False  # by DCP's writer, with zstd: the bytes are a container once they are unpacked
 
 
 class StoredChunk(NamedTuple):
@@ -164,7 +168,7 @@ class PackedTensors(Mapping[str, TensorEntry]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorEntry]) -> PackedTensors | None:
-        """The tensors in columns; None if an item of theirs has no checksum."""
+        """The tensors in columns; None if an item of theirs has no checksum, or is compressed."""
         forms: dict[TensorForm, TensorForm] = {}
         files: dict[str, int] = {}
         places = StoredPlaces([], array("I"), array("q"), array("q"), array("I"))
@@ -172,8 +176,8 @@ class PackedTensors(Mapping[str, TensorEntry]):
         for _, dtype, shape, chunks, requires_grad in tensors.values():
             form = TensorForm(dtype, requires_grad, shape, tuple([c[0] for c in chunks]), tuple([c[1] for c in chunks]))
             own.append(forms.setdefault(form, form))
-            for _, _, (file, offset, length, crc) in chunks:
-                if crc is None:
+            for _, _, (file, offset, length, crc, compressed) in chunks:
+                if crc is None or compressed:
                     return None
                 places.file_numbers.append(files.setdefault(file, len(files)))
                 places.offsets.append(offset)
@@ -206,7 +210,8 @@ class PackedTensors(Mapping[str, TensorEntry]):
             files, numbers, *columns = self.places
             names = map(files.__getitem__, numbers)
             offsets, lengths, crcs = columns
-            items = map(_new_item, zip(names, offsets, lengths, crcs or repeat(None), strict=False))
+            rows = zip(names, offsets, lengths, crcs or repeat(None), repeat(False), strict=False)
+            items = map(_new_item, rows)
             starts = chain.from_iterable([form.offsets for form in self.forms])
             sizes = chain.from_iterable([form.sizes for form in self.forms])
             chunks = map(_new_chunk, zip(starts, sizes, items, strict=True))
@@ -648,12 +653,52 @@ def named_blocks(manifest: Manifest, item_at: Callable[[int], StoredItem]) -> di
     return found
 
 
-def transforms_error(where: str, fqn: str, transforms: str) -> LoadError:
-    """The error for an item that DCP's writer has stored through its `_extensions`."""
-    return LoadError(
-        f"{where}: {fqn!r:.200} is stored through DCP's stream transforms ({transforms:.200}), which are not undone "
-        "here; load it with `torch.distributed.checkpoint.FileSystemReader`, and save it without `_extensions`"
+_ZSTD: Final = re.compile(r"stream\.zstd(@[^/]*)?/1(\..*)?")
+
+
+def is_compressed(descriptors: Any, where: str, fqn: str) -> bool:
+    """Whether DCP's writer has stored an item through zstd, by its `transform_descriptors`. `LoadError`: through
+    another of its `_extensions`.
+    """
+    if not descriptors:
+        return False
+    one = descriptors[0] if type(descriptors) in (list, tuple) and len(descriptors) == 1 else None
+    if type(one) is str and _ZSTD.fullmatch(one):
+        return True
+    raise LoadError(
+        f"{where}: {fqn!r:.200} is stored through DCP's stream transforms ({reprlib.repr(descriptors)}), of which only "
+        "stream.zstd of version 1 is undone here; load it with `torch.distributed.checkpoint.FileSystemReader`, and "
+        "save it without `_extensions`"
     )
+
+
+MAX_INFLATION: Final = 1100
+"""More than any deflated record can grow."""
+
+
+def read_item(reader: RangeReader, item: StoredItem, nbytes: int = 0) -> bytes:
+    """The container of an item, unpacked if it is compressed. `nbytes`: the elements that it holds, if that is known.
+    Raises as `RangeReader.read`; `LoadError`: zstandard is not installed.
+    """
+    return unpacked(reader.read(item.offset, item.length), item, nbytes)
+
+
+def unpacked(stored: bytes, item: StoredItem, nbytes: int = 0) -> bytes:
+    """As `read_item`, of an item whose bytes have been read."""
+    if not item.is_compressed:
+        return stored
+    try:
+        import zstandard
+    except ImportError:
+        raise LoadError("is compressed with zstd: install zstandard (pip install 'mcore-ckpt[zstd]')") from None
+    most = 2 * nbytes + MAX_INFLATION * len(stored)
+    try:
+        content: bytes = zstandard.ZstdDecompressor().stream_reader(stored).read(most + 1)
+    except zstandard.ZstdError as error:
+        raise CorruptCheckpointError(f"its bytes are not of zstd ({error}); {IF_DAMAGED}") from error
+    if len(content) > most:
+        raise CorruptCheckpointError(f"{len(stored)} bytes of zstd hold more than {most}; {IF_DAMAGED}")
+    return content
 
 
 def check_file_name(file: str, fqn: str, name: str) -> None:

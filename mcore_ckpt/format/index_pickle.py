@@ -30,8 +30,8 @@ from mcore_ckpt.format.index import (
     StoredItem,
     TensorEntry,
     check_file_name,
+    is_compressed,
     named_blocks,
-    transforms_error,
 )
 from mcore_ckpt.format.integrity import Manifest
 from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES, WrongArgumentsError, checked_size
@@ -360,9 +360,8 @@ class _IndexBuilder:
                 raise self._wrong(f"place of {fqn!r} in {name!r}", "non-negative offset and length", (offset, length))
             if offset + length > MAX_OFFSET:
                 raise self._wrong(f"end of {fqn!r} in {name!r}", "less than 2**63 bytes", offset + length)
-            if info.transform_descriptors:
-                raise transforms_error(self._file, fqn, _SHORT.repr(info.transform_descriptors))
-            items[fqn, offsets] = StoredItem(name, offset, length, crc)
+            compressed = is_compressed(info.transform_descriptors, self._file, fqn)
+            items[fqn, offsets] = StoredItem(name, offset, length, crc, compressed)
         if manifest is not None:
             if len(items) != len(storage_data):
                 raise self._wrong("storage_data", "each key and offset once", len(items))

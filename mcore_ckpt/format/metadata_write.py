@@ -28,6 +28,7 @@ from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
 
+from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.index import META_IDS, CheckpointIndex, ObjectEntry, TensorEntry, object_section, tensor_section
 from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
@@ -273,7 +274,9 @@ class MetadataEncoder:
             for number, (offsets, chunk_sizes, item) in zip(numbers, entry.chunks, strict=False):
                 start = sizes.get(offsets) or new_size(offsets)
                 entries += (chunk_open, start, chunk_sizes_get, sizes.get(chunk_sizes) or new_size(chunk_sizes), b"ub")
-                file, offset, length, _ = item
+                file, offset, length, _, compressed = item
+                if compressed:
+                    raise _compressed_error(entry.fqn)
                 places += (place_open, fqn_get, number, sizes[offsets], placed[file], _integer(offset), length_get)
                 places += (_integer(length), b"ub")
             entries.append(b"eub")
@@ -290,6 +293,8 @@ class MetadataEncoder:
         places: list[bytes] = []
         for fqn_get, entry in zip(fqn_gets, objects.values(), strict=True):
             item = entry.item
+            if item.is_compressed:
+                raise _compressed_error(entry.fqn)
             file = file_gets.get(item.file)
             if file is None:
                 file, file_gets[item.file] = _text(item.file) + b"\x94", memo.next()
@@ -312,6 +317,12 @@ class MetadataEncoder:
             state += _text(name) + (b"N" if fields[name] is None else _text(fields[name]))
         modules = b"".join(map(_text, fields["modules"]))
         return _new(self._attributes["StorageMeta"], state + _text("modules") + b"](" + modules + b"e")
+
+
+def _compressed_error(fqn: str) -> SaveError:
+    return SaveError(
+        f"{fqn}: is compressed, and only DCP's writer names compressed items; `mcore-ckpt reshard` unpacks"
+    )
 
 
 def encode_metadata(index: CheckpointIndex) -> bytes:

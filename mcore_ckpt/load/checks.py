@@ -20,7 +20,15 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadEr
 from mcore_ckpt.core.fingerprints import part_of_elements, part_of_run
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    read_item,
+    unpacked,
+)
 from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, TABLE_HEAD, Columns, FileFooter, split_metadata
 from mcore_ckpt.format.item import Forms, element_bytes, locate_tensor
 from mcore_ckpt.format.metadata_read import (
@@ -321,7 +329,7 @@ class ItemChecker:
                 try:
                     checked = check_item(check, reader, inside, self._buffer, self._forms)
                     if check.entry is None and item.length <= _MAX_OBJECT_BYTES:
-                        content = reader.read(item.offset, item.length) if inside is None else inside
+                        content = read_item(reader, item) if inside is None else unpacked(bytes(inside), item)
                         for name in refused_classes(content, check.where):
                             self.refused.setdefault(name, check.fqn)
                 except ChecksumError as error:
@@ -370,6 +378,14 @@ def check_item(
     the item hides them. `inside`: its bytes, if they have been read; otherwise `buffer` returns a window.
     """
     item, where = check.item, check.where
+    nbytes = 0
+    if check.entry is not None and check.chunk is not None:
+        nbytes = math.prod(check.chunk.sizes) * element_bytes(check.entry.dtype)
+    if item.is_compressed:
+        check_proportion(nbytes, item, where)
+        stored = reader.read(item.offset, item.length) if inside is None else bytes(inside)
+        inside = memoryview(unpacked(stored, item, nbytes))
+    length = item.length if inside is None else len(inside)
 
     def read(offset: int, length: int) -> bytes:
         if inside is not None:
@@ -396,19 +412,18 @@ def check_item(
         whole = part_crc(0, item.length, 0)
         if whole != item.crc32:
             raise checksum_error(where, "its bytes have", whole, item.crc32)
-    checked = check_records(read, sum_up, item.length, where)
+    checked = check_records(read, sum_up, length, where)
     if check.entry is None or check.chunk is None:
         return checked
     dtype, sizes = check.entry.dtype, check.chunk.sizes
-    nbytes = math.prod(sizes) * element_bytes(dtype)
     try:
-        found = locate_tensor(read, item.length, where, (dtype, sizes), forms)
+        found = locate_tensor(read, length, where, (dtype, sizes), forms)
         check_located(found, dtype, sizes, nbytes, item.crc32)
     except NotRangeable:
         check_proportion(nbytes, item, where)
         from mcore_ckpt.format.state_file import read_tensor_outline
 
-        outline = read_tensor_outline(read, item.length, where)
+        outline = read_tensor_outline(read, length, where)
         if outline is not None and (outline.dtype, outline.shape) != (dtype, sizes):
             raise CorruptCheckpointError(
                 f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "

@@ -41,7 +41,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.process import in_parallel, run_concurrently
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, unpacked
 from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item import Forms, LocatedTensor, locate_tensor, locate_tensor_in
 from mcore_ckpt.format.safe_pickle import load_object
@@ -109,9 +109,11 @@ class ItemDecoder:
                 )
                 for span, content in zip(few, contents, strict=True):
                     for extent in span.extents:
-                        stored = content[extent.start - span.start : extent.stop - span.start]
                         item = extent.owner.item
-                        checked = check_content(stored, item_name(extent.owner.fqn, item), item.crc32)
+                        where = item_name(extent.owner.fqn, item)
+                        with naming(partial(item_name, extent.owner.fqn, item)):
+                            stored = unpacked(content[extent.start - span.start : extent.stop - span.start], item)
+                        checked = check_content(stored, where, item.crc32)
                         self._stats.add(records_checked=checked)
                         yield extent.owner, stored
                         self._stats.add(bytes_needed=len(stored))
@@ -128,6 +130,8 @@ class ItemDecoder:
             )
         with self._opened() as files:
             stored = self._read(files, fqn, chunk.item)
+        with naming(lambda: where):
+            stored = unpacked(stored, chunk.item, math.prod(chunk.sizes) * dtype.itemsize)
         # (What is no object has the CRC-32 of its payload alone in the index.)
         self._stats.add(records_checked=check_content(stored, item_name(fqn, chunk.item)), fallbacks=1)
         try:
@@ -551,6 +555,10 @@ class TensorReads:
     def run(self, plan: LoadPlan) -> None:
         """Fill all destinations of a plan."""
         items = [plan.items[key] for key in sorted(plan.items)]
+        for wanted in items:
+            if wanted.item.is_compressed:
+                self._decode_later(wanted, "it is compressed")
+        items = [wanted for wanted in items if not wanted.item.is_compressed]
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         if self._ranks > 1:
             self._times_wanted = plan.times_wanted(self._ranks)

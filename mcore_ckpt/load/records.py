@@ -35,7 +35,7 @@ from mcore_ckpt.core.errors import (
     MissingKeyError,
 )
 from mcore_ckpt.core.options import PageCache, checkpoint_path
-from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, Removed, StoredChunk, StoredItem
+from mcore_ckpt.format.index import MAX_INFLATION, CheckpointIndex, PackedTensors, Removed, StoredChunk, StoredItem
 from mcore_ckpt.format.integrity import BLOCK_BYTES, tells_save
 from mcore_ckpt.format.item import LocatedTensor, verify_records
 from mcore_ckpt.format.metadata_read import checked_footer, index_name, read_index
@@ -341,8 +341,8 @@ def _are_apart(index: CheckpointIndex) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------- records
 
-# More than any deflated record can grow.
-_MAX_INFLATION = 1100
+# More than any block of zstd can grow.
+_MAX_ZSTD_INFLATION = 2**15
 
 
 def check_located(
@@ -367,7 +367,7 @@ def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
     """Raise `CorruptCheckpointError` if an item is to hold many times more elements than it has bytes: they would fill
     the memory.
     """
-    if nbytes > _MAX_INFLATION * item.length:
+    if nbytes > (_MAX_ZSTD_INFLATION if item.is_compressed else MAX_INFLATION) * item.length:
         raise CorruptCheckpointError(
             f"{where}: {nbytes} bytes of elements cannot lie in {item.length} bytes: the index is damaged, or the item "
             f"repeats one element, as no checkpoint does; {IF_DAMAGED}"

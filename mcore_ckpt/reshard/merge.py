@@ -199,7 +199,7 @@ class MergedPayloads(DerivedPayloads):
                 by_source[number].append(chunk)
             self._members[key, around.offsets] = by_source
             item = by_source[-1][0].item
-            yield StoredChunk(*around, StoredItem(item.file, item.offset, item.length))
+            yield StoredChunk(*around, item._replace(crc32=None))
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk] | None:
         return None if (entry.fqn, chunk.offsets) in self._members else (entry, chunk)

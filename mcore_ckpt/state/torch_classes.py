@@ -32,8 +32,8 @@ from mcore_ckpt.format.index import (
     StoredChunk,
     StoredItem,
     TensorEntry,
+    is_compressed,
     of_different_offsets,
-    transforms_error,
 )
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
@@ -253,10 +253,9 @@ def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int
     items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
     for key, info in metadata.storage_data.items():
         offsets = None if key.offset is None else tuple(key.offset)
-        if transforms := getattr(info, "transform_descriptors", None):  # torch 2.6 has none
-            raise transforms_error(str(path), key.fqn, ", ".join(map(str, transforms)))
+        compressed = is_compressed(getattr(info, "transform_descriptors", None), str(path), key.fqn)  # not in torch 2.6
         crc = crcs.get((info.relative_path, info.offset))
-        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, crc)
+        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, crc, compressed)
 
     def item_of(fqn: str, offsets: tuple[int, ...] | None) -> StoredItem:
         item = items.get((fqn, offsets))

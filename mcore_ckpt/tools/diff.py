@@ -25,7 +25,6 @@ import numpy as np
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
@@ -622,16 +621,10 @@ _INCIDENTAL = ("version", "byteorder", ".data/serialization_id", ".format_versio
 
 def _contents(entry: ObjectEntry, payloads: StoredPayloads) -> object:
     """What an object was pickled to; the archives around the same bytes may differ."""
-    item = entry.item
-    with payloads.files.reader(item.file) as reader:
-        try:
-            spans = list(
-                verify_records(lambda at, length: reader.read(item.offset + at, length), item.length, entry.fqn)
-            )
-        except LoadError:
-            return reader.read(item.offset, item.length)
-        return {
-            name: reader.read(item.offset + span.offset, span.nbytes)
-            for span in spans
-            if (name := span.name.partition("/")[2]) not in _INCIDENTAL
-        }
+    content = payloads.object_bytes(entry)
+    spans = verify_records(lambda at, length: content[at : at + length], len(content), entry.fqn)
+    return {
+        name: content[span.offset : span.offset + span.nbytes]
+        for span in spans
+        if (name := span.name.partition("/")[2]) not in _INCIDENTAL
+    }

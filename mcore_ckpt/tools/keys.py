@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
-from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry, TensorEntry, is_flat_bucket
+from mcore_ckpt.format.index import (
+    COMMON_STATE_KEY,
+    CheckpointIndex,
+    ObjectEntry,
+    TensorEntry,
+    is_flat_bucket,
+    read_item,
+)
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import checked_footer, read_common_file
 from mcore_ckpt.format.state_file import read_plain
@@ -285,7 +292,7 @@ def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
     item, where = entry.item, f"{entry.fqn} ({entry.item.file})"
     with storage_at(index.path).open_reader(item.file) as reader:
         checked_footer(index, item.file, reader)
-        content = reader.read(item.offset, item.length)
+        content = read_item(reader, item)
     check_content(content, where, item.crc32)
     return content
 

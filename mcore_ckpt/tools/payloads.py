@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs, stride
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions, PageCache
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry, read_item
 from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item import element_bytes, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
@@ -100,6 +100,11 @@ class StoredPayloads:
         self._located: OrderedDict[tuple[str, StoredChunk], StoredPayload] = OrderedDict()
         self._lock = threading.Lock()
         self._decoder: ItemDecoder | None = None
+        compressed = [entry for entry in index.objects.values() if entry.item.is_compressed]
+        self._unpacked = {entry.fqn: self.object_bytes(entry) for entry in compressed}
+        if compressed:  # what is planned needs the lengths that they have in other files
+            made = {key: ObjectEntry(key, StoredItem(MADE_HERE, 0, len(own))) for key, own in self._unpacked.items()}
+            self.index = replace(index, objects={**index.objects, **made})
 
     def locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         """Find the elements of a chunk; asked again soon, it answers from memory. Raises `LoadError`."""
@@ -121,6 +126,8 @@ class StoredPayloads:
         item, where = chunk.item, chunk_name(entry.fqn, chunk)
         if 0 in chunk.sizes:  # its item may be another chunk's, see `check_apart`
             return StoredPayload(where, item.file, item.offset, 0, 0)
+        if item.is_compressed:
+            return self._decode(entry, chunk, where, "it is compressed")
         try:
             with naming(lambda: where), self.files.reader(item.file) as reader:
                 reader.check_range(item.offset, item.length)
@@ -171,9 +178,11 @@ class StoredPayloads:
     def object_bytes(self, entry: ObjectEntry) -> bytes:
         """A stored object, after its checksums were compared. Raises `LoadError`."""
         item = entry.item
+        if item.file == MADE_HERE:
+            return self._unpacked[entry.fqn]
         with self.files.reader(item.file) as reader:
             check_item(ItemCheck(entry.fqn, item), reader)
-            return reader.read(item.offset, item.length)
+            return read_item(reader, item)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
         """Told the CRC-32 of a chunk that was read completely: what stores no sum of its own may add them up."""

@@ -117,7 +117,7 @@ def test_other_keys_are_no_shards(fqn: str) -> None:
 names = st.text(min_size=0, max_size=300)
 numbers = st.one_of(st.integers(0, 300), st.integers(2**16 - 2, 2**16 + 2), st.integers(2**31 - 2, 2**62))
 files = st.sampled_from(["__0_0.distcp", "__1_0.distcp", "model__11_2.distcp", "sub/x.distcp", "größe.distcp"])
-items = st.builds(StoredItem, files, numbers, numbers, st.none())
+items = st.builds(StoredItem, files, numbers, numbers, st.none(), st.just(value=False))
 plain = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=9)),
     lambda inner: st.one_of(

@@ -1,0 +1,92 @@
+"""Checkpoints that DCP's own writer has compressed are read, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore_ckpt import FileSystemReader, SaveError
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.directory.publish import remove_tensors
+from mcore_ckpt.format.metadata_read import read_index
+from tests.support.local_files import flip
+
+# DCP has stream transforms since torch 2.7.
+extensions = pytest.importorskip("torch.distributed.checkpoint._extension")
+
+
+def state() -> dict[str, Any]:
+    return {
+        "big": torch.arange(300_000.0).reshape(600, 500),
+        "zeros": torch.zeros(4_000_000),  # 16 MB in less than 1 KB
+        "small": torch.arange(7, dtype=torch.bfloat16),
+        "of no dimension": torch.tensor(3),
+        "step": 12,
+        "args": "--lr 0.1",
+    }
+
+
+@pytest.fixture
+def compressed(tmp_path: Path) -> Path:
+    path = tmp_path / "iter_0000001"
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path, _extensions=[extensions.ZStandard()]))
+    assert sum(file.stat().st_size for file in path.iterdir()) < 2_000_000
+    return path
+
+
+def assert_holds_the_state(path: Path) -> None:
+    loaded = {
+        key: value.clone().fill_(1) if isinstance(value, torch.Tensor) else None for key, value in state().items()
+    }
+    dcp.load(loaded, storage_reader=FileSystemReader(path))
+    for key, value in state().items():
+        assert torch.equal(loaded[key], value) if torch.is_tensor(value) else loaded[key] == value
+
+
+def test_a_compressed_checkpoint_is_loaded(compressed: Path) -> None:
+    assert_holds_the_state(compressed)
+
+
+def test_commands_take_a_compressed_checkpoint(compressed: Path, tmp_path: Path) -> None:
+    copied, resharded, merged = (tmp_path / name / compressed.name for name in ("copy", "resharded", "merged"))
+    assert main(["verify", "--state", str(compressed)]) == 0
+    assert main(["inspect", str(compressed)]) == 0
+    assert main(["copy", str(compressed), str(copied)]) == 0
+    assert_holds_the_state(copied)
+    assert main(["reshard", str(compressed), str(resharded), "--tp", "1", "--pp", "1"]) == 0
+    assert_holds_the_state(resharded)
+    assert main(["diff", str(compressed), str(resharded)]) == 0
+    assert main(["merge", str(merged), str(compressed), str(resharded)]) == 0
+    loaded = {"big": torch.zeros(600, 500)}
+    dcp.load(loaded, storage_reader=FileSystemReader(merged))
+    assert torch.equal(loaded["big"], state()["big"])
+
+
+def test_a_flipped_byte_is_found_by_loads_and_by_verify(compressed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = read_index(compressed).tensors["big"].chunks[0].item
+    flip(compressed / place.file, place.offset + place.length // 2)
+    with pytest.raises(CheckpointException, match=r"big .*has CRC-32"):
+        assert_holds_the_state(compressed)
+    assert main(["verify", str(compressed)]) == 1
+    assert "checksum: big " in capsys.readouterr().out
+
+
+def test_no_new_index_forgets_that_items_are_compressed(compressed: Path) -> None:
+    with pytest.raises(SaveError, match="big: is compressed"):
+        remove_tensors(compressed, "small")
+    assert_holds_the_state(compressed)
+
+
+def test_what_has_to_be_installed_is_named(compressed: Path) -> None:
+    with (
+        mock.patch.dict(sys.modules, zstandard=None),
+        pytest.raises(CheckpointException, match=r"install zstandard .*\[zstd\]"),
+    ):
+        assert_holds_the_state(compressed)
