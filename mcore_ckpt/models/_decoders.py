@@ -1,4 +1,4 @@
-"""What families of decoders share: rows of parameters, settings, and the code for those that no row says."""
+"""What families of decoders share: rows of parameters, and settings."""
 
 from __future__ import annotations
 
@@ -7,20 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models._settings import (
-    Setting,
-    count,
-    expert_layers_of,
-    groups_of,
-    layer_count,
-    negated,
-    number,
-    rope_arguments,
-    rope_config,
-    window_of,
-)
-from mcore_ckpt.models._table import Family, Model, Part, Row
+from mcore_ckpt.models._rules import rules
+from mcore_ckpt.models._settings import Setting, if_any, layer_count, negated, number
+from mcore_ckpt.models._table import Family, Part, Row
 
 _HERE, _THERE = "decoder.layers.{layer}.", "model.layers.{layer}."
 EXPERTS = "mlp.experts.experts.{expert}."
@@ -151,6 +140,8 @@ def as_loaded(rows: tuple[Row, ...], block: str = "mlp") -> tuple[Row, ...]:
     )
 
 
+TIED = Setting("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, size="untied")
+
 SIZES = (
     Setting("vocab_size", "vocab_size", size="vocab"),
     Setting("hidden_size", "hidden_size", size="hidden"),
@@ -159,7 +150,7 @@ SIZES = (
     Setting("num_attention_heads", "num_attention_heads", size="heads"),
     Setting("max_position_embeddings", "seq_length max_position_embeddings"),
     Setting("max_position_embeddings", "max_position_embeddings"),
-    Setting("tie_word_embeddings", "untie_embeddings_and_output_weights", negated),
+    TIED,
 )
 
 
@@ -186,107 +177,67 @@ DECODER_DEFAULTS: Mapping[str, Any] = {
 """What `transformers` takes for settings that a `config.json` leaves out; a family has others for some."""
 
 
-def decoder_model(family: Family, config: Mapping[str, Any]) -> Model:
-    """Sizes of a decoder, with experts where a row of its settings counts some."""
-    sizes = family.sizes(config)
-    hidden, heads, layers = sizes["hidden"], sizes["heads"], sizes["layers"]
-    groups = count(config, "num_key_value_heads", heads)
-    head_dim = count(config, "head_dim", max(1, hidden // heads))
-    queries, keys, experts = heads * head_dim, groups * head_dim, sizes.get("experts", 0)
-    sizes |= {"q": queries, "kv": keys, "qkv": queries + 2 * keys, "head": head_dim}
-    if experts:
-        sizes["expert gate and up"] = 2 * sizes["expert ffn"]
-    holds = frozenset() if config.get("tie_word_embeddings") else frozenset({"untied"})
-    return Model(layers, sizes, heads, groups, head_dim, experts, _expert_layers(family, config, layers), holds)
+GATED_EXPERTS = gated_experts("mlp")
+CHOSEN_EXPERTS = Setting("num_experts_per_tok", "moe_router_topk")
+INNER_OF_EXPERTS = Setting("moe_intermediate_size", "moe_ffn_hidden_size ffn_hidden_size", size="expert ffn")
+ROUTED_EXPERTS = Setting("n_routed_experts num_local_experts", "num_experts", size="experts")
+SHARED_EXPERTS = gated("mlp.shared_experts.", "mlp.shared_experts.", "shared ffn", "expert layer")
+ROUTER_BIAS = in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias [experts]", when="expert layer")
 
+LATENT_ATTENTION = (
+    in_layer("input_layernorm.weight", "input_layernorm.weight [hidden]"),
+    in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight [q, hidden]", when="whole queries"),
+    in_layer(
+        "self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight [q rank, hidden]", when="latent queries"
+    ),
+    in_layer(
+        "self_attention.q_layernorm.weight",
+        "self_attn.q_a_layernorm.weight [q rank]",
+        when="latent queries",
+        engine="self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight [q, q rank]", when="latent queries"),
+    in_layer(
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight [kv rank and positions, hidden]",
+    ),
+    in_layer(
+        "self_attention.kv_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight [kv rank]",
+        engine="self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight [kv, kv rank]"),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, values]"),
+)
 
-def _expert_layers(family: Family, config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """For each layer, whether it has experts: all have in families without a setting for it."""
-    if "mlp_only_layers" not in family.defaults:
-        return (True,) * layers if family.has("num_experts") else ()
-    step, dense = count(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or len(dense) > layers:
-        raise OptionError(f"mlp_only_layers={dense!r:.80}: expected a list of layers, of {layers}")
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+LATENT_MLP = (
+    # Megatron's own layers name this norm as it is, where attention is latent.
+    in_layer(
+        "pre_mlp_layernorm.weight",
+        "post_attention_layernorm.weight [hidden]",
+        when="dense layer",
+        engine="mlp.linear_fc1.layer_norm_weight",
+    ),
+    in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight [hidden]", when="expert layer"),
+    *DENSE_MLP[1:],
+    *GATED_EXPERTS[1:],
+    *SHARED_EXPERTS,
+)
 
+LATENT_SETTINGS = (
+    Setting("q_lora_rank", "q_lora_rank", if_any, size="q rank"),
+    Setting("kv_lora_rank", "kv_lora_rank", size="kv rank"),
+    Setting("qk_nope_head_dim", "qk_head_dim", size="head without positions"),
+    Setting("qk_rope_head_dim", "qk_pos_emb_head_dim", size="positions"),
+    Setting("v_head_dim", "v_head_dim", size="value"),
+)
 
-def attention_arguments(family: Family, config: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Megatron's arguments for heads, and for what few families have."""
-    grouped = model.groups != model.heads
-    return {
-        "group_query_attention": grouped,
-        "num_query_groups": model.groups if grouped else 1,
-        "kv_channels": model.head_dim,
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": False,
-        "apply_layernorm_1p": False,
-        "apply_query_key_layer_scaling": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
-        "squared_relu": False,
-    }
-
-
-def decoder_arguments(family: Family, config: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Megatron's arguments for a decoder with rotary embedding, RMS norms and a gated MLP, or gated experts."""
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise OptionError(f"layer_types={kinds!r:.80}: expected 'full_attention' for all layers of this family")
-    # Hugging Face counts the token itself in a window, Megatron those before it.
-    windowed = family.has("window_size") and config.get("sliding_window") is not None
-    return {
-        **attention_arguments(family, config, model),
-        "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        **rope_arguments(config),
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "swiglu": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "window_size": (count(config, "sliding_window") - 1, 0) if windowed else None,
-        **(_expert_arguments(model) if model.experts else {}),
-    }
-
-
-def _expert_arguments(model: Model) -> dict[str, Any]:
-    """Megatron's arguments for which layers have experts, and for a router that takes the softmax of the chosen."""
-    layers = model.expert_layers
-    return {
-        "moe_layer_freq": 1 if all(layers) else [int(kind) for kind in layers],
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False,
-    }
-
-
-def decoder_config(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of such a decoder that no row gives."""
-    hidden, heads = count(arguments, "hidden_size"), count(arguments, "num_attention_heads")
-    found = {
-        "num_key_value_heads": groups_of(arguments),
-        "head_dim": count(arguments, "kv_channels", max(1, hidden // heads)),
-        "attention_dropout": 0.0,
-        **rope_config(arguments),
-    }
-    if family.has("window_size"):
-        found["sliding_window"] = window_of(arguments)
-    if "mlp_only_layers" in family.defaults:
-        layers = enumerate(expert_layers_of(arguments))
-        found |= {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [layer for layer, has_experts in layers if not has_experts],
-        }
-    return found
-
-
+DECODER_RULES = rules("decoder", "layers alike", "rotary")
 SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
 DECODER = functools.partial(
     Family,
     settings=DECODER_SETTINGS,
-    model_of=decoder_model,
-    arguments_of=decoder_arguments,
-    config_of=decoder_config,
+    rules=DECODER_RULES,
     allowed=SILU,
 )
 """A family of decoders with rotary embedding, RMS norms and a gated MLP, but for what it says otherwise."""

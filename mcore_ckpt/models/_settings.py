@@ -52,6 +52,15 @@ def negated(config: Mapping[str, Any], name: str, default: Any = None) -> bool:
     return not config.get(name)
 
 
+def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Whether a setting says yes; raises `OptionError` for anything else than yes or no."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r:.80}: expected true or false in the model's configuration")
+    return value
+
+
 def if_any(config: Mapping[str, Any], name: str, default: Any = None) -> int | None:
     """As `count`, where the model has something of the kind."""
     return None if config.get(name) is None else count(config, name)
@@ -122,7 +131,7 @@ def expert_layers_of(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
 def refuse_weight_of_one(arguments: Mapping[str, Any]) -> None:
     """Raise `OptionError` for one expert a token whose weight is the softmax of its score alone."""
     softmax = arguments.get("moe_router_score_function") == "softmax"
-    if softmax and arguments["moe_router_topk"] == 1 and not arguments["moe_router_pre_softmax"]:
+    if softmax and arguments.get("moe_router_topk") == 1 and not arguments.get("moe_router_pre_softmax"):
         raise OptionError(
             "num_experts_per_tok=1: the weight of the one expert is always one in this family; Megatron-Core has no "
             "such router (with moe_router_pre_softmax the weight is the probability, without it there have to be more)"

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models._settings import Setting, expect, refuse_weight_of_one
+from mcore_ckpt.models._settings import Setting, count, expect, refuse_weight_of_one
 from mcore_ckpt.reshard.partition import ShardedName
 
 Implementation = Literal["local", "transformer_engine"]
@@ -68,11 +68,26 @@ class Model:
     def shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
         """A shape in elements, axes that count several things at once taken apart."""
         flat = [part for name in names for part in (name if isinstance(name, tuple) else (name,))]
+        if unknown := [name for name in flat if not isinstance(name, int) and name not in self.sizes]:
+            known = ", ".join(sorted(self.sizes))
+            raise OptionError(f"the family's table has a shape with {unknown[0]!r:.80}; its settings give {known}")
         return tuple(name if isinstance(name, int) else self.sizes[name] for name in flat)
 
     def stored_shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
         """Shape of the parts as they are stored."""
         return tuple(math.prod(self.shape(name if isinstance(name, tuple) else (name,))) for name in names)
+
+
+class Rule(NamedTuple):
+    """Settings that no row says, several at once, read both ways: Megatron's arguments for a complete `config.json` and
+    its model, and settings for Megatron's arguments. The first raises `OptionError` for what Megatron-Core has not; the
+    second translates: what it cannot say is found by translating back (`compare_settings`).
+    """
+
+    to_megatron: Callable[[Mapping[str, Any], Model], dict[str, Any]]
+    to_config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    # Where `transformers` computes a little else than Megatron-Core for a complete `config.json`.
+    remarks: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
 
 
 # What `transformers` reads of the configuration of any model: whether tokens see those behind them, and settings that
@@ -89,26 +104,20 @@ class Family:
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any]  # what `transformers` takes for a setting that `config.json` leaves out, except sizes
     settings: tuple[Setting, ...]  # those that both sides have, one by one
-    # Words of `traits_of` Megatron's arguments that a family requires, and further ones that it allows.
-    traits: str
-    model_of: Callable[[Family, Mapping[str, Any]], Model]  # what a complete `config.json` says about shapes
-    # Megatron's arguments for a complete `config.json` that no row of `settings` gives; raises `OptionError` for what
-    # Megatron-Core has not.
-    arguments_of: Callable[[Family, Mapping[str, Any], Model], dict[str, Any]]
-    # Settings for Megatron's arguments that no row gives. They translate: what they cannot say is found by translating
-    # back (`compare_settings`).
-    config_of: Callable[[Family, Mapping[str, Any]], dict[str, Any]]
+    # Words of `traits_of` Megatron's arguments that a family requires, and further ones that it allows. Without any, a
+    # family is that of a `config.json`, or of `--arch`.
+    traits: str = ""
     may_have: str = ""
+    rules: tuple[Rule, ...] = ()  # settings that no row says
     # Settings with the values for which Megatron-Core has layers; the first is meant where none is given, and written.
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)  # Megatron's arguments, the same for all of its models
     # Regular expressions of keys that hold nothing of their own: buffers, layers that are not loaded.
     derived: tuple[str, ...] = ()
     optional_prefix: str = ""  # of keys that some checkpoints of the family leave out
-    # Where `transformers` computes a little else than Megatron-Core for a complete `config.json`.
-    remarks: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
     # The table of a model that `transformers` has loaded, where its parameters are others than in files.
     loaded: tuple[Row, ...] = ()
+    others: tuple[str, ...] = ()  # what `config.json` calls other models of the family
 
     @property
     def model_type(self) -> str:
@@ -121,33 +130,81 @@ class Family:
 
     def model(self, config: Mapping[str, Any]) -> Model:
         """What a `config.json` says about shapes; raises `OptionError` if it cannot be."""
-        return self.model_of(self, self.complete(config))
+        config = self.complete(config)
+        said = {row.size: row.to_megatron(config) for row in self.settings if row.size}
+        sizes = {name: value for name, value in said.items() if type(value) is int}
+        holds = {name for name, value in said.items() if value is True}
+        layers, heads = sizes["layers"], sizes["heads"]
+        groups, head_dim = self._heads(config, sizes)
+        experts = sizes.get("experts", 0)
+        if experts:
+            sizes["expert gate and up"] = 2 * sizes["expert ffn"]
+        if "n_shared_experts" in self.defaults:
+            sizes["shared ffn"] = sizes["expert ffn"] * count(config, "n_shared_experts")
+        if "kv rank" in sizes:
+            holds.add("latent queries" if "q rank" in sizes else "whole queries")
+        expert_layers = self._expert_layers(config, layers) if experts else ()
+        return Model(layers, sizes, heads, groups, head_dim, experts, expert_layers, frozenset(holds))
 
-    def sizes(self, config: Mapping[str, Any]) -> dict[str, int]:
-        """Sizes that a complete `config.json` names, by what shapes call them; raises `OptionError`."""
-        found = {row.size: row.to_megatron(config) for row in self.settings if row.size}
-        return {name: size for name, size in found.items() if size is not None}
+    def _heads(self, config: Mapping[str, Any], sizes: dict[str, int]) -> tuple[int, int]:
+        """Groups and elements of heads; adds the sizes that attention has to `sizes`."""
+        heads = sizes["heads"]
+        if "kv rank" in sizes:
+            groups, head_dim = heads, sizes["head without positions"] + sizes["positions"]
+            sizes |= {
+                "q": heads * head_dim,
+                "kv rank and positions": sizes["kv rank"] + sizes["positions"],
+                "kv": heads * (sizes["head without positions"] + sizes["value"]),
+                "values": heads * sizes["value"],
+            }
+            return groups, head_dim
+        # A family without these settings has no use for them.
+        given = {name: config[name] for name in ("num_key_value_heads", "head_dim") if name in self.defaults}
+        groups = count(given, "num_key_value_heads", heads)
+        head_dim = count(given, "head_dim", max(1, sizes["hidden"] // heads))
+        queries, keys = heads * head_dim, groups * head_dim
+        sizes |= {"q": queries, "kv": keys, "qkv": queries + 2 * keys, "head": head_dim}
+        return groups, head_dim
+
+    def _expert_layers(self, config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+        """For each layer, whether it has experts: all have in families without a setting for it."""
+        if "first_k_dense_replace" in self.defaults:
+            first = config["first_k_dense_replace"]
+            if type(first) is not int or not 0 <= first <= layers:
+                raise OptionError(f"first_k_dense_replace={first!r:.80}: expected a number of layers, of {layers}")
+            return tuple(layer >= first for layer in range(layers))
+        if "mlp_only_layers" not in self.defaults:
+            return (True,) * layers
+        step, dense = count(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or len(dense) > layers:
+            raise OptionError(f"mlp_only_layers={dense!r:.80}: expected a list of layers, of {layers}")
+        return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Megatron's arguments for a `config.json`; raises `OptionError` for what Megatron-Core has not."""
         config = self.complete(config)
         for name, values in {**_EVERYWHERE, **self.allowed}.items():
             expect(config, name, *values)
-        given = {row.megatron.split()[0]: row.to_megatron(config) for row in self.settings}
-        found = {**self.arguments_of(self, config, self.model_of(self, config)), **given, **self.constants}
+        found: dict[str, Any] = {}
+        model = self.model(config)
+        for rule in self.rules:
+            found |= rule.to_megatron(config, model)
+        found |= {row.megatron.split()[0]: row.to_megatron(config) for row in self.settings}
+        found |= self.constants
         refuse_weight_of_one(found)
         return found
 
     def config(self, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         """A `config.json` for Megatron's arguments and a vocabulary without padding; raises `OptionError`."""
         arguments = {**arguments, "vocab_size": vocabulary}
-        fixed = {name: values[0] for name, values in self.allowed.items()}
-        given = {row.hf.split()[0]: row.to_config(arguments) for row in self.settings}
-        return {**fixed, **self.config_of(self, arguments), **given}
+        found = {name: values[0] for name, values in self.allowed.items()}
+        for rule in self.rules:
+            found |= rule.to_config(arguments)
+        return found | {row.hf.split()[0]: row.to_config(arguments) for row in self.settings}
 
-    def has(self, trait: str) -> bool:
-        """Whether its models have a trait, or may have it."""
-        return trait in f"{self.traits} {self.may_have}".split()
+    def remarks(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Where `transformers` computes a little else than Megatron-Core for a complete `config.json`."""
+        return tuple(text for rule in self.rules for text in rule.remarks(config))
 
     def of_keys(self, keys: Iterable[str]) -> Family:
         """This family, with the table that stored keys are of: that of files, or that of a loaded model."""
@@ -312,11 +369,12 @@ def _of_all(transform: _Transform) -> _Transform:
     return of_one
 
 
-_TRANSFORMS: dict[str, _Transform] = {
+TRANSFORMS: dict[str, _Transform] = {
     "same": _same,
     "vocabulary": _same,  # and Megatron's has rows behind it, up to a number that divides among its ranks
     "transposed": _transposed(_same),
     "halves": _halves,
+    "joined halves": _joined_halves,
     "grouped qkv": _qkv,
     "joined qkv": _qkv,
     "joined qkv transposed": _transposed(_qkv),
@@ -378,13 +436,17 @@ def _add(
     key, index, counts = naming.place(template, model, layer, expert)
     keys = [part.key.format(layer=layer, expert=expert) for part in row.parts]
     shapes = [model.shape(part.shape) for part in row.parts]
-    own, slices = _TRANSFORMS[row.how](model, shapes, expert or 0)
+    try:
+        own, slices = TRANSFORMS[row.how](model, shapes, expert or 0)
+    except ValueError:
+        shown = ", ".join(f"{part} {list(shape)}" for part, shape in zip(keys, shapes, strict=True))
+        raise OptionError(f"{key}: {row.how!r} makes no parameter of {shown}") from None
     for hf_key, shape, part in zip(keys, shapes, row.parts, strict=True):
         relation.hf[hf_key] = shape
         joined = model.stored_shape(part.shape)
         if joined != shape:
             relation.joined[hf_key] = joined
-    apart = naming.halves_apart and row.how in ("halves", "halves of all experts", "pairs of all experts")
+    apart = naming.halves_apart and row.how.removeprefix("joined ").startswith(("halves", "pairs"))
     if row.how == "vocabulary":
         if padded_vocabulary > own[0]:
             relation.padding[key] = _rows(own, own[0], padded_vocabulary - own[0])
