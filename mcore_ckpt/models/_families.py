@@ -28,9 +28,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.options import local_path
 from mcore_ckpt.models._decoders import (
     ATTENTION,
     CHOSEN_EXPERTS,
@@ -62,6 +64,7 @@ from mcore_ckpt.models._decoders import (
     row,
     with_bias,
 )
+from mcore_ckpt.models._family_files import SUFFIX, families_in, family_in
 from mcore_ckpt.models._rules import rules
 from mcore_ckpt.models._settings import Setting, count, fused_gelu, layer_count, negated, number, setting
 from mcore_ckpt.models._table import Family
@@ -458,6 +461,7 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     name="deepseek-v3",
     architecture="DeepseekV3ForCausalLM",
+    others=("kimi_k2",),
     rows=_V3_ROWS,
     loaded=as_loaded(_V3_ROWS),
     defaults={
@@ -484,35 +488,44 @@ DEEPSEEK_V3 = Family(
 
 # --- which family a model belongs to
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GEMMA, STARCODER2)
-_WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
-FAMILIES: tuple[Family, ...] = (*_DENSE, *_WITH_EXPERTS)
+FAMILIES: tuple[Family, ...] = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GEMMA, STARCODER2),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
+    *families_in(Path(__file__).parent / "families"),
+)
 """In the order in which arguments are compared with them."""
 
 _TRAITS = (
     "num_experts multi_latent_attention qk_layernorm add_qkv_bias add_bias_linear window_size moe_shared_expert_gate "
-    "moe_shared_expert_intermediate_size layernorm_zero_centered_gamma scale_embeddings_by_hidden_size"
+    "moe_shared_expert_intermediate_size layernorm_zero_centered_gamma scale_embeddings_by_hidden_size "
+    "no_rope_freq rotary_interleaved"
 ).split()
 _GATES = "swiglu quick_geglu gated_linear_unit squared_relu".split()
 
 
 def traits_of(arguments: Mapping[str, Any]) -> set[str]:
-    """What tells families apart in Megatron's arguments; of experts under latent attention also what rates them."""
+    """What tells families apart in Megatron's arguments; of experts also what rates them, unless that is softmax as
+    without latent attention.
+    """
     found = {name for name in _TRAITS if arguments.get(name)}
     found |= {str(arguments.get("normalization")), next((name for name in _GATES if arguments.get(name)), "plain")}
     if arguments.get("position_embedding_type") == "learned_absolute":
         found.add("learned_absolute")
-    if arguments.get("multi_latent_attention"):
-        found.add(str(setting(arguments, "moe_router_score_function", default="softmax")))
+    rated = str(setting(arguments, "moe_router_score_function", default="softmax"))
+    if arguments.get("multi_latent_attention") or (arguments.get("num_experts") and rated != "softmax"):
+        found.add(rated)
     return found
 
 
 def family_named(name: str) -> Family:
-    """A family by its name; raises `OptionError`."""
+    """A family by its name, or by the file that has its table; raises `OptionError`."""
+    if name.endswith(SUFFIX):
+        return family_in(local_path(name))
     for family in FAMILIES:
         if family.name == name:
             return family
-    raise OptionError(f"arch {name!r}: expected one of auto, {', '.join(family.name for family in FAMILIES)}")
+    known = ", ".join(family.name for family in FAMILIES)
+    raise OptionError(f"arch {name!r}: expected auto, FILE{SUFFIX} with a table, or one of {known}")
 
 
 def family_of_config(config: Mapping[str, Any], where: str, name: str = "auto") -> Family:
@@ -521,7 +534,7 @@ def family_of_config(config: Mapping[str, Any], where: str, name: str = "auto") 
         return family_named(name)
     kind = config.get("model_type")
     for family in FAMILIES:
-        if kind == family.model_type:
+        if kind == family.model_type or kind in family.others:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
     raise OptionError(
@@ -535,7 +548,7 @@ def family_of_arguments(arguments: Mapping[str, Any], where: str, name: str = "a
         return family_named(name)
     found = traits_of(arguments)
     for family in FAMILIES:
-        if {*family.traits.split()} <= found <= {*family.traits.split(), *family.may_have.split()}:
+        if family.traits and {*family.traits.split()} <= found <= {*family.traits.split(), *family.may_have.split()}:
             return family
     raise OptionError(
         f"{where}: its stored arguments are those of no family known here; name one (--arch) or give the model's "

@@ -137,9 +137,9 @@ class Family:
         layers, heads = sizes["layers"], sizes["heads"]
         groups, head_dim = self._heads(config, sizes)
         experts = sizes.get("experts", 0)
-        if experts:
-            sizes["expert gate and up"] = 2 * sizes["expert ffn"]
-        if "n_shared_experts" in self.defaults:
+        gates = {name.replace("ffn", "gate and up"): 2 * size for name, size in sizes.items() if name.endswith("ffn")}
+        sizes |= gates
+        if "expert ffn" in sizes and config.get("n_shared_experts") is not None:
             sizes["shared ffn"] = sizes["expert ffn"] * count(config, "n_shared_experts")
         if "kv rank" in sizes:
             holds.add("latent queries" if "q rank" in sizes else "whole queries")

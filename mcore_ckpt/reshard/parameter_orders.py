@@ -102,6 +102,7 @@ _FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization add_bias_linear "
     "add_qkv_bias qk_layernorm layernorm_epsilon attention_dropout hidden_dropout window_size window_attn_skip_freq "
     "softmax_type glu_linear_offset activation_func_clamp_value apply_query_key_layer_scaling rotary_interleaved "
+    "no_rope_freq "
     "apply_residual_connection_post_layernorm layernorm_zero_centered_gamma attention_output_gate "
     "moe_ffn_hidden_size moe_router_topk moe_layer_freq moe_router_score_function moe_router_pre_softmax "
     "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "

@@ -80,6 +80,14 @@ CASES = [
     HfCase("deepseek-v3-fp8", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2}, "fp8"),
     HfCase("gpt-oss", "GptOssConfig", GPT_OSS),
     HfCase("starcoder2", "Starcoder2Config", {**SMALL, "sliding_window": 8}),
+    # Tables in files.
+    HfCase("arcee", "ArceeConfig", SMALL),
+    HfCase("dots1", "Dots1Config", {**SMALL, **table.SIGMOIDS, "norm_topk_prob": True}),
+    HfCase("ernie4-5", "Ernie4_5Config", {**SMALL, "head_dim": 16}),
+    HfCase("glm4-moe", "Glm4MoeConfig", {**SMALL, **table.SIGMOIDS, "attention_bias": True, "use_qk_norm": True}),
+    HfCase("phi3", "Phi3Config", {**SMALL, "sliding_window": 8, "pad_token_id": 0}),
+    HfCase("seed-oss", "SeedOssConfig", {**SMALL, "head_dim": 16}),
+    HfCase("smollm3", "SmolLM3Config", {**SMALL, "no_rope_layers": [1, 0], "pad_token_id": 0}),
     HfCase("gpt-oss-mxfp4", "GptOssConfig", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}, "mxfp4"),
 ]
 # What the cases have not: embeddings tied or not the other way round, as many keys as queries, other kinds of layers,
