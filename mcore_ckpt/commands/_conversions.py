@@ -77,7 +77,8 @@ def _made(report: ConversionReport, arguments: argparse.Namespace, *, to_megatro
     made = ", ".join(part for part in (what, size) if part)
     lines = [f"{report.target}: {made} in {counted(len(report.files), 'file')}", *notes_of(report)]
     if arguments.check_logits:
-        return checked_outcome(report, "\n".join(lines), to_megatron=to_megatron)
+        arch = arguments.arch or "auto"
+        return checked_outcome(report, "\n".join(lines), report.family if arch == "auto" else arch, to_megatron)
     return Outcome(report, "\n".join(lines))
 
 
@@ -90,13 +91,13 @@ def require_check(dry_run: bool) -> None:
     require_packages()
 
 
-def checked_outcome(report: ConversionReport, text: str, *, to_megatron: bool) -> Outcome:
+def checked_outcome(report: ConversionReport, text: str, arch: str, to_megatron: bool) -> Outcome:
     """A conversion that was made, and then compared with its source by logits (`--check-logits`)."""
     from mcore_ckpt.models.logits import check_logits
 
     checkpoint, model = (report.target, report.source) if to_megatron else (report.source, report.target)
     try:
-        check = check_logits(checkpoint, model, report.family)
+        check = check_logits(checkpoint, model, arch)
     except CheckpointError as error:
         raise OptionError(f"{report.target} was written, but not checked: {error}") from error
     document = {**asdict(report), "check": {**asdict(check), "same": check.same}}

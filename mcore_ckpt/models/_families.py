@@ -538,7 +538,8 @@ def family_of_config(config: Mapping[str, Any], where: str, name: str = "auto") 
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
     raise OptionError(
-        f"{where}: model_type {kind!r:.80} is not known here; expected one of {known} (docs/huggingface.md)"
+        f"{where}: model_type {kind!r:.80} is not known here; expected one of {known}, or a table "
+        f"of its own (--arch FILE{SUFFIX}; docs/huggingface.md)"
     )
 
 

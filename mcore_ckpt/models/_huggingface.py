@@ -210,6 +210,7 @@ def _asked_for(
         where = f"{index.path}: its stored arguments"
         family = family_of_arguments(arguments, index.path, options.arch)
         config = family.config(arguments, _rows_of(None, arguments, padded, options.vocab_size, where, notes))
+        config["pad_token_id"] = None  # which token that is nobody has said, and classes have some of their own
     config = {"model_type": family.model_type, "architectures": [family.architecture], **config}
     return _AskedFor(family, config, where, companions, left_out)
 
@@ -288,9 +289,9 @@ def _compare_tensors(
     if unknown or missing:
         parts = [f"{path}: its tensors are not those of {who}"]
         if unknown:
-            parts.append(f"{len(unknown)} that no row of the family's table covers, the first {unknown[0]}")
+            parts.append(f"{len(unknown)} that no row of the family's table covers: {some(unknown)}")
         if missing:
-            parts.append(f"{len(missing)} that the model has are not stored, the first {missing[0]}")
+            parts.append(f"{len(missing)} that the model has are not stored: {some(missing)}")
         raise OptionError("; ".join(parts) + ". Nothing was written")
     for key, shape in expected.items():
         if stored[key] != shape:
@@ -356,7 +357,8 @@ def _write_model_files(
     # What most elements are: norms and routers may be kept in another.
     config = {**given, "dtype" if "dtype" in given else "torch_dtype": sizes.most_common(1)[0][0]}
     generation: dict[str, Any] = {"_from_model_config": True}
-    generation |= {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    tokens = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    generation |= {name: token for name, token in tokens.items() if token is not None}
     for name, content in {_GENERATION_CONFIG: _json(generation), **files, CONFIG: _json(config)}.items():
         target.put(name, content)
 

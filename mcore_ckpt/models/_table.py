@@ -438,7 +438,7 @@ def _add(
     shapes = [model.shape(part.shape) for part in row.parts]
     try:
         own, slices = TRANSFORMS[row.how](model, shapes, expert or 0)
-    except ValueError:
+    except (ValueError, IndexError):
         shown = ", ".join(f"{part} {list(shape)}" for part, shape in zip(keys, shapes, strict=True))
         raise OptionError(f"{key}: {row.how!r} makes no parameter of {shown}") from None
     for hf_key, shape, part in zip(keys, shapes, row.parts, strict=True):

@@ -260,6 +260,7 @@ def kinds_of(cls: type[ConversionOptions], name: str) -> tuple[str, ...]:
     return () if len(kinds) == len(cls.TAKES) else kinds
 
 
+_FAMILY = "the model's family, or FILE.toml with its table; auto: as"
 _SIZE = "default: 1; with megatron-legacy that of SRC"
 _MODEL = "dtype hf_config arch transformer_impl numbered_layers vocabulary_multiple global_batch_size"
 
@@ -292,7 +293,9 @@ class ImportOptions(ConversionOptions):
         "directory with the model's config.json (default: SRC; dcp without it has Megatron's own names)",
         metavar="DIR",
     )
-    arch: str = option("auto", "the model's family; auto: as config.json says", metavar="FAMILY")
+    arch: str = option(
+        "auto", "the model's family, or FILE.toml with its table; auto: as config.json says", metavar="FAMILY"
+    )
     transformer_impl: Literal["transformer_engine", "local"] = option(
         "transformer_engine",
         "as of the job, whose layers call some parameters differently",
@@ -331,7 +334,11 @@ class ExportOptions(ConversionOptions):
         (), "file of lines: key pattern (regular expression), replacement or `-` to drop the key", metavar="RULES"
     )
     only: str | None = option(None, "keys to carry (shell pattern, or a part of the key)", metavar="PATTERN")
-    arch: str = option("auto", "the model's family; auto: as arguments or config.json say", metavar="FAMILY")
+    arch: str = option(
+        "auto",
+        "the model's family, or FILE.toml with its table; auto: as arguments or config.json say",
+        metavar="FAMILY",
+    )
     hf_config: str | None = option(
         None, "directory to take config.json and tokenizer files from; checked against shapes", metavar="DIR"
     )
@@ -369,7 +376,11 @@ class MergeOptions(ConversionOptions):
     rules: tuple[PartitionRule, ...] = option((), "partition rules, as for reshard", metavar="FILE")
     allow_whole: bool = option(False, ALLOW_WHOLE)
     max_shard_bytes: int = option(5 * 1000**3, "as for export (default: 5G)", flag="--max-shard-size", metavar="SIZE")
-    arch: str = option("auto", "the model's family; auto: as arguments or config.json say", metavar="FAMILY")
+    arch: str = option(
+        "auto",
+        "the model's family, or FILE.toml with its table; auto: as arguments or config.json say",
+        metavar="FAMILY",
+    )
     hf_config: str | None = option(None, "directory to take config.json and tokenizer files from", metavar="DIR")
     vocab_size: int | None = option(None, "tokens of the model, as for export", metavar="N")
     rope_forwarded: bool = option(False, "as for export")

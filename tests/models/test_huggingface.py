@@ -232,8 +232,8 @@ def test_torch_files_and_a_tied_copy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"model.layers.1.adapter.weight": torch.ones(2)}, r"no row .* covers, the first model\.layers\.1\.adapter\.w"),
-        ({"model.layers.1.mlp.up_proj.weight": None}, r"not stored, the first model\.layers\.1\.mlp\.up_proj\.weight"),
+        ({"model.layers.1.adapter.weight": torch.ones(2)}, r"no row .* covers: model\.layers\.1\.adapter\.w"),
+        ({"model.layers.1.mlp.up_proj.weight": None}, r"not stored: model\.layers\.1\.mlp\.up_proj\.weight"),
         (
             {"model.norm.weight": torch.ones(HIDDEN + 1).bfloat16()},
             r"model\.norm\.weight has the shape \[17\], expected \[16\]",
@@ -258,11 +258,11 @@ def test_an_export_accounts_for_every_tensor(model: Path, tmp_path: Path) -> Non
         return tmp_path / name
 
     extra = again("extra", {**stored, "decoder.layers.mlp.adapter.weight": torch.ones(2, 3)})
-    with pytest.raises(OptionError, match=r"covers, the first decoder\.layers\.mlp\.adapter\.weight"):
+    with pytest.raises(OptionError, match=r"covers: decoder\.layers\.mlp\.adapter\.weight"):
         export_checkpoint(extra, tmp_path / "e", to="hf")
     less = dict(stored)
     del less["decoder.final_layernorm.weight"]
-    with pytest.raises(OptionError, match=r"not stored, the first decoder\.final_layernorm\.weight"):
+    with pytest.raises(OptionError, match=r"not stored: decoder\.final_layernorm\.weight"):
         export_checkpoint(again("less", less), tmp_path / "e", to="hf")
     optimizer = {**stored, "optimizer.state.exp_avg.output_layer.weight": torch.ones(128, HIDDEN)}
     report = export_checkpoint(again("trained", optimizer), tmp_path / "e", to="hf")
@@ -558,6 +558,39 @@ def test_a_tokenizer_is_stored_only_where_there_is_one(
         assert {name: value for name, value in arguments.items() if name.startswith("tokenizer")} == stored, target
 
 
+TABLE = """
+name = "ours"
+architecture = "OursForCausalLM"
+groups = ["decoder", "rotary", "attention", "mlp"]
+"""
+TENSORS = {
+    "embedding.word_embeddings.weight": ("tokens [vocab, hidden]", "vocabulary"),
+    "output_layer.weight": ("head [vocab, hidden]", "vocabulary"),
+    "decoder.final_layernorm.weight": ("model.norm.weight [hidden]", "same"),
+}
+
+
+def test_a_user_brings_a_family_in_a_file(tmp_path: Path) -> None:
+    """Read both ways, and a model of which it says too little or too much is refused with the names."""
+    rows = [f"[[tensors]]\nmegatron='{key}'\nparts=['{part}']\nhow='{how}'" for key, (part, how) in TENSORS.items()]
+    (tmp_path / "ours.toml").write_text("\n".join([TABLE, *rows]))
+    (tmp_path / "less.toml").write_text("\n".join([TABLE, *rows[:-1]]))
+    names = {"model.embed_tokens.weight": "tokens", "lm_head.weight": "head"}
+    tensors = {names.get(key, key): tensor for key, tensor in model_tensors().items()}
+    config = {**CONFIG, "model_type": "ours"}
+    source = write_hf(tmp_path / "m", tensors, config)
+    refused(source, OptionError, r"model_type 'ours' is not known .*--arch FILE")
+    refused(source, OptionError, r"1 that no row .* covers: model\.norm\.weight\.", arch=str(tmp_path / "less.toml"))
+    few = write_hf(tmp_path / "few", {key: tensors[key] for key in tensors if "layers.1." not in key}, config)
+    layer = r"model\.layers\.1\.input_layernorm\.weight, .* and 4 more"
+    refused(few, OptionError, f"9 that the model has are not stored: {layer}", arch=str(tmp_path / "ours.toml"))
+    import_checkpoint(source, tmp_path / "c", kind="hf", tp=2, arch=tmp_path / "ours.toml")
+    assert_same(exported(tmp_path / "c", tmp_path / "e", arch=tmp_path / "ours.toml"), tensors)
+    assert json.loads((tmp_path / "e" / "config.json").read_text())["architectures"] == ["OursForCausalLM"]
+    with pytest.raises(FileNotFoundError):
+        export_checkpoint(tmp_path / "c", tmp_path / "n", to="hf", arch=tmp_path / "none.toml")
+
+
 def change_arguments(checkpoint: Path, **changed: Any) -> None:
     common = torch.load(checkpoint / "common.pt", weights_only=False)
     vars(common["args"]).update(changed)
@@ -573,8 +606,8 @@ def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_pat
     assert "made_elsewhere" in report.notes[1]
     assert read_by_definition(tmp_path / "e" / "model.safetensors")["lm_head.weight"].shape == (128, HIDDEN)
     assert_same(exported(tmp_path / "c", tmp_path / "k", hf_config=model), model_tensors())
-    change_arguments(tmp_path / "c", no_rope_freq=2)
-    with pytest.raises(OptionError, match=r"no_rope_freq=2 changes what the model computes"):
+    change_arguments(tmp_path / "c", rotary_percent=0.5)
+    with pytest.raises(OptionError, match=r"rotary_percent=0\.5 changes what the model computes"):
         export_checkpoint(tmp_path / "c", tmp_path / "not", to="hf")
 
 

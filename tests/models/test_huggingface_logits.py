@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.models import _family_files
+from mcore_ckpt.models._families import FAMILIES
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models import test_table as table
@@ -107,6 +109,7 @@ OTHERS = [
 # One family alone, while it is being written: the tests of all take minutes.
 ONLY = os.environ.get("MCORE_CKPT_TEST_FAMILY", "")
 CASES, OTHERS = ([case for case in cases if case.name.startswith(ONLY)] for cases in (CASES, OTHERS))
+CASE_BY_NAME = {case.name: case for case in CASES}
 LAYOUTS = [Parallel(), Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)]
 
 
@@ -115,6 +118,11 @@ def layouts_of(case: HfCase) -> list[Parallel]:
         return [Parallel()]
     has_experts = any("experts" in name for name in case.settings)
     return [layout for layout in LAYOUTS if layout.expert == 1 or has_experts]
+
+
+def arch_of(case: HfCase) -> str:
+    """What an export is to be told, where stored arguments do not tell the family from one before it."""
+    return next((family.name for family in FAMILIES if case.name.startswith(family.name) and not family.traits), "auto")
 
 
 def imported(case: HfCase, layout: Parallel, root: Path) -> Path:
@@ -193,13 +201,14 @@ def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> 
         checkpoint = imported(case, layout, models)
         assert verify_checkpoint(checkpoint).whole
         config = str(models / case.name / "hf") if number % 2 else None
-        export_checkpoint(checkpoint, tmp_path / f"{number}", to="hf", hf_config=config, max_shard_bytes=60_000)
+        options = {"hf_config": config, "arch": arch_of(case), "max_shard_bytes": 60_000}
+        export_checkpoint(checkpoint, tmp_path / f"{number}", to="hf", **options)
         assert_same(weights(tmp_path / f"{number}"), original)
     # Names of Transformer Engine's layers, which cannot run here.
     numbered = len(case.name) % 2 == 0
     engine = tmp_path / "engine"
     import_checkpoint(models / case.name / "hf", engine, kind="hf", numbered_layers=numbered, tp=2, dtype=dtype)
-    export_checkpoint(engine, tmp_path / "engine-hf", to="hf")
+    export_checkpoint(engine, tmp_path / "engine-hf", to="hf", arch=arch_of(case))
     assert_same(weights(tmp_path / "engine-hf"), original)
     assert torch.equal(hf_logits(tmp_path / "0", VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY))
 
@@ -227,7 +236,7 @@ def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp
     for (name, naming), (_, _, checkpoint) in jobs.items():
         target = tmp_path / name / f"{naming}-hf"
         told = models / name / "hf" if naming == "nemo" else None
-        export_checkpoint(checkpoint, target, to="hf", hf_config=told)
+        export_checkpoint(checkpoint, target, to="hf", hf_config=told, arch=arch_of(CASE_BY_NAME[name]))
         assert_close(hf_logits(target, VOCABULARY), expected[name, naming], (name, naming))
 
 
@@ -278,6 +287,12 @@ def test_a_user_can_check_a_conversion_of_his_own(
     assert check["same"]
     assert check["scale"] > 1
     assert check["difference"] < TOLERANCE * check["scale"]
+
+    table = (tmp_path / "own.toml", imported(CASE_BY_NAME["smollm3"], Parallel(), models))
+    shutil.copy(Path(_family_files.__file__).parent / "families" / "smollm3.toml", table[0])
+    words = ["export", str(table[1]), str(tmp_path / "own"), "--to", "hf", "--arch", str(table[0]), "--check-logits"]
+    assert main(words) == 0
+    assert "the same model" in capsys.readouterr().out
 
     config = json.loads((models / "llama" / "hf" / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}

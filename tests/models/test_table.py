@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.models import _families
 from mcore_ckpt.models._arguments import as_built, compare_settings, launch_notes
 from mcore_ckpt.models._families import FAMILIES, family_named, family_of_arguments, family_of_config
 from mcore_ckpt.models._settings import yarn_scales
@@ -167,8 +168,65 @@ def test_settings_come_back_from_arguments(family: Family) -> None:
     assert family.model(back) == family.model(config)
     assert family.arguments(back) == arguments
     assert {name: back[name] for name in config if name in back} == config
-    assert family_of_config({"model_type": family.model_type}, "here") is family
+    for kind in (family.model_type, *family.others):
+        assert family_of_config({"model_type": kind}, "here") is family
     assert family_named(family.name) is family
+
+
+_SETTING = "[[settings]]\nconfig = 'n'\nmegatron = "
+
+
+@pytest.mark.parametrize(
+    ("text", "replaced", "words"),
+    [
+        (
+            "[defaults]",
+            "[default]",
+            r"'default' is not known; expected name, architecture, groups, and perhaps traits,",
+        ),
+        ("architecture = ", "# ", "'architecture' is missing"),
+        ('"window"', '"windows"', "group 'windows': expected one of decoder, embedding"),
+        ('"window"', '["window"]', "expected a table of group, when"),
+        ('"embedding", ', '{ group = "embedding", when = "gold" }, ', "when = 'gold': no setting has this"),
+        ('"decoder", ', "", "no setting has the size heads, hidden, layers, vocab"),
+        ("joined qkv", "joined qqv", "tensors.0.: transform 'joined qqv': expected one of same, "),
+        ("[qkv, hidden]", "qkv, hidden", "expected a key and a shape"),
+        ("{layer}.self_attn.qkv", "{block}.self_attn.qkv", "expected a key and a shape"),
+        ("rms_norm_eps = 1e-5", "rms_norm_eps = ", "no TOML: "),
+        (
+            "[defaults]",
+            f"{_SETTING}'hidden_size'\n[defaults]",
+            "two settings give hidden_size",
+        ),
+        ("[defaults]", f"{_SETTING}'m'\nkind = 'sum'\n[defaults]", "kind 'sum': expected"),
+        ("[defaults]", "[allowed]\nuse_cache = true\n[defaults]", "allowed.use_cache: expected a list"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_when_it_is_read(
+    tmp_path: Path, text: str, replaced: str, words: str
+) -> None:
+    table = (Path(_families.__file__).parent / "families" / "phi3.toml").read_text()
+    assert text in table
+    (tmp_path / "own.toml").write_text(table.replace(text, replaced, 1))
+    with pytest.raises(OptionError, match=rf"own\.toml.*{words}"):
+        family_named(str(tmp_path / "own.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "replaced", "words"),
+    [
+        ("[qkv, hidden]", "[qqq, hidden]", "a shape with 'qqq'; its settings give .*gate and up"),
+        ('qkv_proj.weight [qkv, hidden]"', 'a.weight [q, hidden]", "b.weight [kv, hidden]"', "'joined qkv' makes no"),
+        ("mlp.gate_up_proj.weight [gate and up", "self_attn.qkv_proj.weight [qkv", r"qkv_proj\.weight .* cover"),
+    ],
+)
+def test_a_table_that_does_not_cover_a_model_is_refused(tmp_path: Path, text: str, replaced: str, words: str) -> None:
+    table = (Path(_families.__file__).parent / "families" / "phi3.toml").read_text()
+    assert text in table
+    (tmp_path / "own.toml").write_text(table.replace(text, replaced, 1))
+    family = family_named(str(tmp_path / "own.toml"))
+    with pytest.raises(OptionError, match=words):
+        relate(family, family.model(CONFIGS["phi3"]), Naming(halves_apart=True), 128)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
