@@ -243,10 +243,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _at(self, path: str | os.PathLike[str]) -> _Save:
         # The directory that it names now: what writes and publishes later must not follow a `chdir`.
         path = checkpoint_path(path).absolute()
-        if self.options.drain_to is not None:
-            from mcore_ckpt.save.upkeep import check_second_tier
+        if self.options.drain_to or self.options.export_to:
+            from mcore_ckpt.save.upkeep import check_places
 
-            check_second_tier(path, self.options)
+            check_places(path, self.options)
         return _Save(path, storage_at(path).within(self.options.write_deadline_s))
 
     @property

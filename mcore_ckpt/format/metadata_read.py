@@ -42,7 +42,7 @@ COMMON_FILE = "common.pt"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # In a directory of NeMo 2: the checkpoint, and the description of the model.
 NEMO_WEIGHTS, NEMO_CONTEXT = "weights", "context"
-HF_CONFIG = "config.json"  # in a model's directory for Hugging Face
+HF_INDEX = "model.safetensors.index.json"  # in a model's directory for Hugging Face, its last file
 INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 DRAIN_FILE = ".mcore_ckpt_drain"
 # In a run's directory: where its models are exported to.

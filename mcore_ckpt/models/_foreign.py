@@ -44,6 +44,7 @@ from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
+    HF_INDEX,
     METADATA_FILE,
     encode_config,
     read_index,
@@ -58,7 +59,7 @@ from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import FilePayloads, FileRange, Record, TensorView, ViewPayloads
-from mcore_ckpt.reshard.weight_files import METADATA_KEY, SAFETENSORS_INDEX, SUMS_KEY, encode_state
+from mcore_ckpt.reshard.weight_files import METADATA_KEY, SUMS_KEY, encode_state
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import read_plain_object
@@ -105,7 +106,7 @@ def read_safetensors(directory: Path, name: str, listed: WeightIndex = NO_INDEX)
     expected = listed.headers.get(name)
     if expected is not None and crc32(text, crc32(length.to_bytes(8, "little"))) != expected:
         raise ChecksumError(
-            f"{path}: its header does not have the CRC-32 {expected:#010x} that {SAFETENSORS_INDEX} states: it is "
+            f"{path}: its header does not have the CRC-32 {expected:#010x} that {HF_INDEX} states: it is "
             "damaged; fetch the file again. Where another model was saved over it, remove that index"
         )
     header = parse_json(text, str(path))

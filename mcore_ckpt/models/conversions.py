@@ -23,7 +23,7 @@ from mcore_ckpt.core.errors import CheckpointError, ChecksumError, OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, in_parallel, leave_signals_to_parent
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_read import HF_INDEX, METADATA_FILE, read_index
 from mcore_ckpt.load.checks import Problem, check_file
 from mcore_ckpt.models._foreign import (
     NO_INDEX,
@@ -51,10 +51,9 @@ from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, MergeOption
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.reshard import opened, reshard_conversion, target_layout
-from mcore_ckpt.reshard.target_directory import begun_work, refuse_target
+from mcore_ckpt.reshard.target_directory import begun_work, refuse_target, remove_begun
 from mcore_ckpt.reshard.view import FilePayloads, FileRange
 from mcore_ckpt.reshard.weight_files import (
-    SAFETENSORS_INDEX,
     Exported,
     encode_state,
     plan_safetensors,
@@ -112,20 +111,25 @@ def export_checkpoint(
 
 
 def main(parent_pid: int, source: str, target: str, hf_config: str | None) -> None:
-    """In the process that exports a model during training (`save.upkeep`): do it, or resume it, and print as JSON the
-    bytes of the files, or the error.
+    """In the process that exports a model during training (`save.upkeep`): do it, or resume it, or if the checkpoint is
+    gone remove what was begun; and print as JSON which, with the bytes of the files, or the error.
     """
     leave_signals_to_parent()
     exit_with_parent(parent_pid)
     options: dict[str, Any] = {"to": "hf", "hf_config": hf_config, "workers": 1}
+    answer: dict[str, Any] = {"nbytes": 0, "is_gone": False}
     try:
-        try:
-            report = export_checkpoint(source, target, **options)
-        except OptionError:
-            if not begun_work(checkpoint_path(target)):
-                raise
-            report = export_checkpoint(source, target, restart=True, **options)  # begun of an earlier save
-        answer: dict[str, Any] = {"nbytes": report.file_bytes}
+        if not storage_at(source).exists(METADATA_FILE):
+            remove_begun(checkpoint_path(target), checkpoint_path(source))
+            answer["is_gone"] = True
+        else:
+            try:
+                report = export_checkpoint(source, target, **options)
+            except OptionError:
+                if not begun_work(checkpoint_path(target)):
+                    raise
+                report = export_checkpoint(source, target, restart=True, **options)  # begun of an earlier save
+            answer["nbytes"] = report.file_bytes
     except CheckpointError as error:
         answer = {"error": str(error)}
     sys.stdout.write(json.dumps(answer))
@@ -215,14 +219,14 @@ def verify_weights(path: str | os.PathLike[str], *, workers: int = 2, progress: 
     problems: list[Problem] = []
     listed, found = NO_INDEX, dict[str, dict[str, FileRange]]()
     names = storage.list()
-    with _noting(problems, SAFETENSORS_INDEX):
-        listed = read_weight_index(directory / SAFETENSORS_INDEX) if SAFETENSORS_INDEX in names else NO_INDEX
+    with _noting(problems, HF_INDEX):
+        listed = read_weight_index(directory / HF_INDEX) if HF_INDEX in names else NO_INDEX
     others = {name for name in names if name.endswith(".safetensors")} - {*listed.files.values()}
     for name in (*sorted(others), *sorted({*listed.files.values()})):
         with _noting(problems, name):
             found[name] = read_safetensors(directory, name, listed)
     if found.keys() >= {*listed.files.values()}:
-        with _noting(problems, SAFETENSORS_INDEX):
+        with _noting(problems, HF_INDEX):
             check_listed(listed, {key: name for name, tensors in found.items() for key in tensors}, directory)
     summed = {name: [key for key, at in tensors.items() if at.record is not None] for name, tensors in found.items()}
     nbytes = sum(found[name][key].nbytes for name, keys in summed.items() for key in keys)

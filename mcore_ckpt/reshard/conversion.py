@@ -254,6 +254,9 @@ Prepared = tuple[PlannedFile, Callable[[int], bytes]]
 def _work_on(run: _Run, part: Part) -> None:
     prepared = [file.prepare(run.payloads, run.target.journal.save_id) for file in part.files]
     if all(_is_there(run.target, file) for file in prepared):
+        for entry, _, block in (move.division for move in part.moves):
+            for number in block.sources:
+                run.payloads.was_read_before(entry, entry.chunks[number])
         run.advance(part.payload_bytes)
     else:
         _write_part(run, part, prepared)
@@ -410,8 +413,8 @@ def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:
 
 class SourceFiles:
     """The index and the files of the tensors with these keys (default: all, and all objects), as they are now. Files
-    next to them do not say of which save they are: that the index has not been replaced tells. `others`: of further
-    sources, which count as well.
+    next to them do not say of which save they are: that the index has not been replaced tells. `others`: of sources
+    before this one, which count as well.
 
     `states`: length, time of change in nanoseconds, and what tells versions apart, by name. Raises
     `CheckpointNotFoundError` if one is missing.
@@ -438,10 +441,16 @@ class SourceFiles:
                     f"incomplete, `mcore-ckpt verify {index.path}` lists what is missing"
                 )
             found[file] = [version.size_bytes, version.modified_ns, version.number]
-        for other in self._others:
-            found |= {f"{other.path}/{name}": state for name, state in other.states.items()}
         version = storage.version(METADATA_FILE)
         return found if version is None else {**found, METADATA_FILE: list(version)}
+
+    def described(self) -> dict[str, str]:
+        """Each source, by its name in messages: where it is, and a sum of the states of its files."""
+        found = {"source" if self is one else f"source {n}": one for n, one in enumerate((*self._others, self), 1)}
+        sums = {name: crc32(json.dumps(one.states, sort_keys=True).encode()) for name, one in found.items()}
+        return {
+            name: f"{storage_at(one.path).location}, files {sums[name]:08x}" for name, one in reversed(found.items())
+        }
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -603,9 +612,8 @@ def run_conversion(
 
 def _fingerprint(conversion: Conversion, options: ConversionOptions) -> str:
     """Everything that has to be equal for a run to be resumed, by names for the message."""
-    source, sums = conversion.payloads.storage.location, json.dumps(conversion.source.states, sort_keys=True)
     given = {flag_of(each): getattr(options, each.name) for each in fields(options) if each.name not in _OF_A_RUN}
-    named = {"source": f"{source}, files {crc32(sums.encode()):08x}", "format": conversion.report.format, **given}
+    named = {**conversion.source.described(), "format": conversion.report.format, **given}
     return json.dumps({**named, "plan": conversion.plan.fingerprint()}, default=str)
 
 

@@ -74,7 +74,7 @@ def merged(sources: Sequence[Opened], options: MergeOptions) -> Derived:
     shares = (weight / math.fsum(weights) for weight in weights)
     return Derived(
         payloads=MergedPayloads(
-            [DerivedPayloads(one, one.index, dtypes) for one in given],
+            [DerivedPayloads(one, one.index) for one in given],
             weights,
             dtypes,
             objects,
@@ -212,6 +212,14 @@ class MergedPayloads(DerivedPayloads):
             for one in chunks:
                 source.locate(source.index.tensors[entry.fqn], one)  # raises for a damaged item, before all others
         return self.computed(entry, chunk, partial(self._fill, entry, chunk))
+
+    def was_read_before(self, entry: TensorEntry, chunk: StoredChunk) -> None:
+        members = self._members.get((entry.fqn, chunk.offsets))
+        if members is None:
+            super().was_read_before(entry, chunk)
+        for source, chunks in zip(self._sources, members or (), strict=False):
+            for one in chunks:
+                source.expect(source.index.tensors[entry.fqn], one)
 
     def object_bytes(self, entry: ObjectEntry) -> bytes:
         made = self._objects.get(entry.fqn)

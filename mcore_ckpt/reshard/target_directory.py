@@ -40,7 +40,7 @@ from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_small_file
 from mcore_ckpt.image.layout import WrittenFile
-from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage
+from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, saving
 from mcore_ckpt.storage.resolve import lies_in, path_in_file_system, storage_at
 
 # In the note in a store: files of the target that is being made there.
@@ -126,8 +126,9 @@ def _refuse_existing(target: Path) -> None:
             raise _exists(target)
         return
     target = path_in_file_system(target)
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise _exists(target)
+    with saving("looking whether something is there", str(target)):
+        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+            raise _exists(target)
     if target.name in ("", ".."):
         raise OptionError(
             f"{target}: is no name of a directory; the target is written next to its place, and renamed in the end: "
@@ -163,11 +164,41 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> A
 
 def begun_work(target: Path) -> dict[str, Any]:
     """The fingerprint, by its names, of the run that has begun a target and was interrupted. Raises `SaveError`."""
+    with _begun(target) as journal:
+        return {} if journal is None or not journal.written else _by_name(journal.fingerprint)
+
+
+@contextmanager
+def _begun(target: Path) -> Iterator[FileJournal | None]:
+    """The journal of the run that has begun a target and was interrupted. Raises `SaveError` if it is at work."""
     path = target.parent / f"{target.name}{PARTIAL}.journal"
-    if storage_at(target).is_store or not path.exists():
-        return {}
+    with saving("looking for what was begun", str(path)):
+        is_there = not storage_at(target).is_store and path.exists()
+    if not is_there:
+        yield None
+        return
     with contextlib.closing(FileJournal(path)) as journal:
-        return _by_name(journal.fingerprint) if journal.written else {}
+        yield journal
+
+
+def remove_begun(target: Path, source: Path) -> None:
+    """Remove what an interrupted run has made of a target, and nobody is going to finish: its source is gone. Raises
+    `SaveError`.
+    """
+    storage = storage_at(target)
+    if storage.is_store:
+        commit = Commit.begin(storage, {_NOTED: []})
+        try:
+            _clear(target, commit)
+        finally:
+            commit.give_up()
+        return
+    with _begun(target) as journal:
+        if journal is not None and _by_name(journal.fingerprint).get("source", "").startswith(
+            f"{storage_at(source).location}, "
+        ):
+            shutil.rmtree(target.parent / f"{target.name}{PARTIAL}", ignore_errors=True)
+            journal.remove()
 
 
 def _by_name(fingerprint: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -246,13 +246,11 @@ class PartSums:
 
 
 class DerivedPayloads(StoredPayloads):
-    """Payloads of `index` that are made of those of `base`; a context manager, which closes its base. From the base's
-    tensors `computed` others are computed, so every chunk of these is compared, also what an earlier run has read.
-    """
+    """Payloads of `index` that are made of those of `base`; a context manager, which closes its base."""
 
-    def __init__(self, base: StoredPayloads, index: CheckpointIndex, computed: Collection[str] = ()) -> None:
+    def __init__(self, base: StoredPayloads, index: CheckpointIndex) -> None:
         super().__init__(index, base.storage)
-        self.base, self._computed = base, computed
+        self.base = base
         self.files = base.files
         self._sums = PartSums(base.read_into)
         self._chunks: dict[str, tuple[TensorEntry, StoredChunk]] = {}  # those of the base whose parts were read
@@ -298,11 +296,17 @@ class DerivedPayloads(StoredPayloads):
         if found is not None:
             self.base.was_read(*found, value)
 
+    def was_read_before(self, entry: TensorEntry, chunk: StoredChunk) -> None:
+        found = self.base_chunk(entry, chunk)
+        if found is not None:
+            self.base.was_read_before(*found)
+
+    def expect(self, entry: TensorEntry, chunk: StoredChunk) -> None:
+        """Compare a chunk of the base at last, though others have been computed from it before this run."""
+        self._sums.expect(self.base.locate(entry, chunk))
+        self.base.was_read_before(entry, chunk)
+
     def check_rest(self) -> None:
-        for entry in map(self.base.index.tensors.__getitem__, self._computed):
-            for chunk in entry.chunks:
-                if chunk_name(entry.fqn, chunk) not in self._chunks:
-                    self._sums.expect(self.base.locate(entry, chunk))
         for where, value in self._sums.totals():
             if where in self._chunks:
                 self.base.was_read(*self._chunks[where], value)
@@ -324,6 +328,11 @@ class CastPayloads(DerivedPayloads):
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk] | None:
         return None if entry.fqn in self._dtypes else (entry, chunk)
+
+    def was_read_before(self, entry: TensorEntry, chunk: StoredChunk) -> None:
+        super().was_read_before(entry, chunk)
+        if entry.fqn in self._dtypes:
+            self.expect(self.base.index.tensors[entry.fqn], chunk)
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         if entry.fqn not in self._dtypes:
@@ -487,6 +496,11 @@ class ViewPayloads(DerivedPayloads):
         if origin.order is not None:
             cut = cut.transpose(origin.order)
         return memoryview(np.ascontiguousarray(cut).reshape(-1).view(np.uint8).data)
+
+    def was_read_before(self, entry: TensorEntry, chunk: StoredChunk) -> None:
+        origin = self._slices[entry.fqn, chunk.offsets]
+        if origin.entry is not None and origin.chunk is not None:
+            self.base.was_read_before(origin.entry, origin.chunk)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
         origin = self._slices[entry.fqn, chunk.offsets]

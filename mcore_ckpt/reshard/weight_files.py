@@ -32,6 +32,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item import ArchiveLayout, element_bytes
+from mcore_ckpt.format.metadata_read import HF_INDEX
 from mcore_ckpt.format.safe_pickle import MEGATRON_CLASSES
 from mcore_ckpt.format.state_file import StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, dtype_entry
@@ -42,7 +43,6 @@ from mcore_ckpt.tools.regrid import as_numbers
 
 METADATA_KEY: Final = "__metadata__"
 """Name that the header keeps for itself."""
-SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
 SUMS_KEY: Final = "crc32"
 """Of the index's metadata: eight hexadecimal digits for each tensor by name, and for each header by file."""
 
@@ -144,9 +144,7 @@ def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan
         sums = {"headers": headers, "tensors": {tensor.name: f"{crc:08x}" for tensor, crc in named}}
         return weight_map(shards, {SUMS_KEY: sums})
 
-    return TargetPlan(
-        parts=tuple(parts), tensors=len(tensors), chunks=len(tensors), index_file=(SAFETENSORS_INDEX, index_of)
-    )
+    return TargetPlan(parts=tuple(parts), tensors=len(tensors), chunks=len(tensors), index_file=(HF_INDEX, index_of))
 
 
 # Random states, settings and what layers keep for themselves are small; what is larger is no such thing.

@@ -184,10 +184,10 @@ class SaveDirectory:
 
     def find(self) -> None:
         """Look for the storage of that path. Raises `OptionError` where nothing can be saved."""
-        if self._options.drain_to is not None:
-            from mcore_ckpt.save.upkeep import check_second_tier
+        if self._options.drain_to or self._options.export_to:
+            from mcore_ckpt.save.upkeep import check_places
 
-            check_second_tier(self.path, self._options)
+            check_places(self.path, self._options)
         self.storage = storage_at(self.path).within(self._options.write_deadline_s)
 
     def meet(self, group: RankGroup, save_id: bytes) -> None:

@@ -46,13 +46,13 @@ from mcore_ckpt.format.metadata_read import (
     CONFIG_FILE,
     DRAIN_FILE,
     EXPORTS_FILE,
-    HF_CONFIG,
+    HF_INDEX,
     METADATA_FILE,
     TRACKER_FILE,
 )
 from mcore_ckpt.load.checks import check_data_files
 from mcore_ckpt.save.jobs import TRAINING_FIRST_NICE, SupervisedChild, start_interpreter
-from mcore_ckpt.storage.resolve import is_same_directory, storage_at
+from mcore_ckpt.storage.resolve import lies_in, storage_at
 
 _logger = logger_of(__name__)
 
@@ -100,17 +100,22 @@ def second_tier(options: SaveOptions) -> Path | None:
     return None if options.drain_to is None else checkpoint_path(options.drain_to.rstrip("/")).absolute()
 
 
-def check_second_tier(directory: Path, options: SaveOptions) -> None:
-    """Raise `OptionError` if the second tier of a checkpoint would be the first one, by whatever path.
+def check_places(directory: Path, options: SaveOptions) -> None:
+    """Raise `OptionError` if the second tier of a checkpoint, or the place of its model, is in its run, by whatever
+    path.
 
-    It may hang, and is not waited for long: it is asked again before anything is copied there, or removed here.
+    Either may hang, and is not waited for long: a second tier is asked again before anything is copied there, or
+    removed here.
     """
-    second, run = second_tier(options), directory.absolute().parent
-    if second is not None and (second == run or _leads_to(run, second, os.path.lexists(run))):
-        raise OptionError(
-            f"drain_to={options.drain_to!r}: the checkpoint is saved there already ({directory}); name another "
-            "directory or URL"
-        )
+    run = directory.absolute().parent
+    for name in ("drain_to", "export_to") if iteration_of(directory.name) is not None else ():
+        given = getattr(options, name)
+        place = None if given is None else checkpoint_path(given.rstrip("/") or given).absolute()
+        if place is not None and (place == run or _is_in(run, place, os.path.lexists(run))):
+            raise OptionError(
+                f"{name}={given!r}: lies in the run itself: the checkpoint is saved there already ({directory}); name "
+                "another directory or URL"
+            )
 
 
 def note_drain(
@@ -133,10 +138,10 @@ def note_drain(
 
 
 @functools.cache
-def _leads_to(run: Path, second: Path, _is_there: bool) -> bool:
-    """Whether the second tier is the run itself; looked at again when the run's directory has been made."""
+def _is_in(run: Path, place: Path, _is_there: bool) -> bool:
+    """Whether a directory is the run's or lies in it; looked at again when the run's directory has been made."""
     found: list[bool] = []
-    asker = threading.Thread(target=lambda: found.append(is_same_directory(run, second)), daemon=True)
+    asker = threading.Thread(target=lambda: found.append(lies_in(place, run)), daemon=True)
     with contextlib.suppress(RuntimeError):  # at the interpreter's end
         asker.start()
         asker.join(_ASK_WITHIN_S)
@@ -430,12 +435,12 @@ def _export(tasks: _Newest) -> None:
 
 
 def _begun_exports(task: dict[str, Any]) -> list[str]:
-    """Checkpoints of the run whose export an earlier job has begun, and not finished."""
+    """Checkpoints whose export an earlier job has begun, and not finished; they may have been removed since."""
     try:
         place = checkpoint_path(task["export_to"])
         folders = storage_at(place).folders()
-        begun = [n for n in folders if n.endswith(PARTIAL) or not storage_at(place / n).exists(HF_CONFIG)]
-        return sorted({name.removesuffix(PARTIAL) for name in begun} & set(storage_at(task["run"]).folders()))
+        begun = [n for n in folders if n.endswith(PARTIAL) or not storage_at(place / n).exists(HF_INDEX)]
+        return sorted({name for n in begun if iteration_of(name := n.removesuffix(PARTIAL)) is not None})
     except CheckpointNotFoundError:  # nothing has been exported yet
         return []
     except CheckpointError as error:
@@ -454,7 +459,10 @@ def _export_model(run: str, name: str, export_to: str, hf_config: str | None) ->
         _say(logging.WARNING, f"{source}: could not be exported to {target}: {_words(error)}")
         return
     seconds = time.monotonic() - started_s
-    _say(logging.INFO, f"{source}: exported to {target}, {human_bytes(said['nbytes'])} in {seconds:.1f} s")
+    text = f"exported to {target}, {human_bytes(said['nbytes'])} in {seconds:.1f} s"
+    if said["is_gone"]:
+        text = f"was removed before its model was exported; what was begun of that at {target} is removed, too"
+    _say(logging.INFO, f"{source}: {text}")
 
 
 class _Copies:

@@ -187,6 +187,9 @@ class StoredPayloads:
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
         """Told the CRC-32 of a chunk that was read completely: what stores no sum of its own may add them up."""
 
+    def was_read_before(self, entry: TensorEntry, chunk: StoredChunk) -> None:
+        """Told of a chunk that an interrupted run has read: its sum may not have been compared."""
+
     def check_rest(self) -> None:
         """Told that nothing more is going to be read: what was read of chunks in parts is compared now."""
 

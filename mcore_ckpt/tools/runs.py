@@ -56,7 +56,7 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     EXPORTS_FILE,
-    HF_CONFIG,
+    HF_INDEX,
     METADATA_FILE,
     NEMO_CONTEXT,
     NEMO_WEIGHTS,
@@ -135,7 +135,7 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     for directory in directories if directories or unfinished else directories_of_run(run):
         checkpoint, index = look_at(directory, tracked=tracked)
         layout = None if index is None else layout_of_chunks(index)
-        exported = exports is not None and storage_at(exports / directory.name).exists(HF_CONFIG)
+        exported = exports is not None and storage_at(exports / directory.name).exists(HF_INDEX)
         found.append(ListedCheckpoint(checkpoint, layout, exported))
     named = next((listed.checkpoint for listed in found if listed.checkpoint.tracked), None)
     if tracked is not None and named is None:

@@ -26,12 +26,13 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
 )
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_read import HF_INDEX, read_index
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_rename_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.reshard.weight_files import SAFETENSORS_INDEX, safetensors_header
+from mcore_ckpt.reshard.view import DerivedPayloads
+from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import contents, flip
@@ -308,6 +309,20 @@ def test_an_interrupted_export_is_resumed_by_the_same_command(checkpoint: Path, 
     assert not (tmp_path / "t.partial").exists()
 
 
+def test_what_an_interrupted_conversion_has_read_of_a_damaged_source_is_compared(tmp_path: Path) -> None:
+    """Elements that are converted have other checksums; those of the source are compared when all is written."""
+    index = write_model(tmp_path / "s")
+    item = index.tensors["output_layer.weight"].chunks[0].item
+    flip(tmp_path / "s" / item.file, item.offset + item.length // 2)
+    stopped = mock.patch.object(DerivedPayloads, "check_rest", side_effect=KeyboardInterrupt)
+    for convert in (export_checkpoint, partial(reshard_checkpoint, tp=1, only="*.weight")):
+        with stopped, pytest.raises(KeyboardInterrupt):
+            convert(tmp_path / "s", tmp_path / "t", dtype="fp32")
+        with pytest.raises(ChecksumError, match=r"output_layer\.weight"):
+            convert(tmp_path / "s", tmp_path / "t", dtype="fp32")
+        assert not (tmp_path / "t").exists()
+
+
 class TestChecksumsOfSafetensors:
     @pytest.fixture(params=[{}, {"max_shard_bytes": 20_000}], ids=["one file", "several"])
     def weights(self, request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> Path:
@@ -315,7 +330,7 @@ class TestChecksumsOfSafetensors:
         return tmp_path / "e"
 
     def test_each_tensor_has_its_own_and_others_read_the_files(self, weights: Path, capsys: Capture) -> None:
-        sums = json.loads((weights / SAFETENSORS_INDEX).read_bytes())["metadata"]["crc32"]["tensors"]
+        sums = json.loads((weights / HF_INDEX).read_bytes())["metadata"]["crc32"]["tensors"]
         found = {key: value for file in weights.glob("*.safetensors") for key, value in load_file(file).items()}
         assert_same(found, model_tensors())
         expected = {key: zlib.crc32(value.reshape(-1).view(torch.uint8).numpy()) for key, value in found.items()}
@@ -327,7 +342,7 @@ class TestChecksumsOfSafetensors:
     def test_a_flipped_byte_is_damage_for_verify_and_an_import(
         self, weights: Path, where: str, capsys: Capture
     ) -> None:
-        file, index = sorted(weights.glob("*.safetensors"))[-1], weights / SAFETENSORS_INDEX
+        file, index = sorted(weights.glob("*.safetensors"))[-1], weights / HF_INDEX
         key = list(read_by_definition(file))[-1]
         if where == "index":
             document = json.loads(index.read_bytes())
@@ -343,7 +358,7 @@ class TestChecksumsOfSafetensors:
         refused(weights, ChecksumError, file.name)
 
     def test_files_of_others_have_none(self, weights: Path, capsys: Capture) -> None:
-        (weights / SAFETENSORS_INDEX).unlink()
+        (weights / HF_INDEX).unlink()
         assert main(["verify", str(weights), "-q"]) == 0
         assert "no checksums are stored there" in capsys.readouterr().out
         file = min(weights.glob("*.safetensors"))

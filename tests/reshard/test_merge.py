@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,16 @@ def test_an_interrupted_merge_is_resumed_and_what_it_had_read_is_compared(tmp_pa
     nbytes = sum(tensor.nbytes for tensor in models(0).values())
     assert sum(len(view) for *_, view in (call.args for call in read.call_args_list)) == 3 * nbytes
     assert_same(read_all(tmp_path / "t"), average(models, (1, 1, 1)))
+
+
+def test_a_source_that_has_changed_since_an_interruption_is_named(tmp_path: Path) -> None:
+    sources = write_three(tmp_path)
+    stopped = mock.patch.object(StoredPayloads, "check_rest", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt):
+        merge_checkpoints(sources, tmp_path / "t")
+    os.utime(sources[0] / ".metadata")
+    with pytest.raises(OptionError, match=rf"another source 1 \({sources[0]}, files .*, now {sources[0]}, "):
+        merge_checkpoints(sources, tmp_path / "t")
 
 
 def test_a_damaged_source_makes_nothing(tmp_path: Path) -> None:

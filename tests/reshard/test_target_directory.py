@@ -8,6 +8,7 @@ import os
 import time
 from array import array
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +16,7 @@ import pytest
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.image.layout import WrittenFile
-from mcore_ckpt.reshard.target_directory import FileJournal, target_folder
+from mcore_ckpt.reshard.target_directory import FileJournal, begun_work, refuse_target, target_folder
 
 WORK = "the fingerprint of some work"
 WRITTEN = WrittenFile(
@@ -55,6 +56,12 @@ def test_a_target_without_a_name_of_its_own_is_refused(tmp_path: Path, monkeypat
     with pytest.raises(OptionError, match=r"expected a path that ends with"):
         make(Path("."))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_too_long_is_an_error_of_the_target(tmp_path: Path) -> None:
+    for look in (begun_work, partial(refuse_target, tmp_path / "source")):
+        with pytest.raises(SaveError, match="File name too long"):
+            look(tmp_path / ("n" * 300))
 
 
 def test_a_link_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
 import mcore_ckpt
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, store_url
 from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
@@ -201,7 +202,8 @@ def test_models_are_exported_beside_training_the_newest_first(
         found = safetensors.torch.load(storage.read("model.safetensors"))
         assert found.keys() == model_tensors().keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in model_tensors().items())
-        assert storage.exists("config.json")
+        storage.delete("model.safetensors.index.json")  # it comes last
+        assert not any(each.exported for each in list_run(run).checkpoints if each.checkpoint.name == "iter_0000003")
     assert sum(path.suffix == ".partial" for path in (tmp_path / "models").iterdir()) == 0
 
 
@@ -218,17 +220,27 @@ def test_two_runs_of_one_trainer_are_looked_after_each_by_itself(model: Path, ru
     assert there(str(tmp_path / "models/other")) == ["iter_0000002"]
 
 
+def test_neither_models_nor_copies_go_into_the_run_itself(run: Path) -> None:
+    for options in (SaveOptions(export_to=str(run / "hf")), SaveOptions(drain_to=str(run / "iter_0000001"))):
+        with pytest.raises(OptionError, match=r"(export|drain)_to='.*': lies in the run itself"):
+            mcore_ckpt.FileSystemWriterAsync(run / "iter_0000004", options=options)
+        mcore_ckpt.FileSystemWriterAsync(run / "any name", options=options)  # of which neither is made
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "removed meanwhile"])
 def test_an_export_that_was_interrupted_is_finished_behind_the_newest(
-    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(target_directory, "_appear", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             mcore_ckpt.export_checkpoint(run / "iter_0000001", tmp_path / "models/iter_0000001", to="hf")
+    if not is_there:
+        shutil.rmtree(run / "iter_0000001")
     said = _export_all(run, "iter_0000002", export_to=str(tmp_path / "models"), export_config=str(model))
     exported = [text.partition(": exported")[0][-12:] for text in said if ": exported to" in text]
-    assert exported == ["iter_0000002", "iter_0000001"]
-    assert {path.name for path in (tmp_path / "models").iterdir()} == {"iter_0000001", "iter_0000002"}
+    assert exported == ["iter_0000002", "iter_0000001"][: 1 + is_there]
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {*exported}
 
 
 def test_a_model_that_cannot_be_exported_is_one_warning_at_its_save(run: Path, tmp_path: Path) -> None:
