@@ -94,6 +94,7 @@ def nemo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_checkpoint(root / "megatron", root / "files")
     write_hf(root / "more", {"optimizer.state.exp_avg.module.output_layer.weight": torch.ones(256, HIDDEN)})
     (root / "files" / "model.safetensors").rename(root / "files" / "first.safetensors")
+    (root / "files" / "model.safetensors.index.json").unlink()
     (root / "files" / "more.safetensors").write_bytes((root / "more" / "model.safetensors").read_bytes())
     torch.save({"global_step": 7, "pytorch-lightning_version": "2.4.0"}, root / "common.pt")
     rename = [RenameRule(re.compile("^(?!optimizer)"), "module.")]
