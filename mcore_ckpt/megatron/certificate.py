@@ -74,6 +74,7 @@ _SAMPLE: Final = 32  # one tensor in so many
 _SHOWN: Final = 10
 _SCRATCH_BYTES: Final = 64 * 1024 * 1024
 _WHAT: Final = "certify the state that was resumed"
+_NOT_REQUESTED: Final = "not requested"  # and nothing says why
 # Entries of the common state that jobs may change, or that say how it was saved.
 _NOT_STATE: Final = ("args", "content_metadata", "checkpoint_version")
 # Megatron-LM loads it where a rerun is pending.
@@ -258,6 +259,7 @@ def certify(
         raise LoadError(f"{certificate}. Do not train with this state")
     if group.is_coordinator:
         is_doubtful = certificate.differing or found.absent or found.partial or not all(found.groups.values())
+        is_doubtful = is_doubtful or any(_NOT_REQUESTED in left for left in certificate.not_compared)
         is_well = not is_doubtful and (certificate.tensors or certificate.objects)
         _logger.log(logging.INFO if is_well else logging.WARNING, "%s", certificate)
     return certificate
@@ -354,7 +356,8 @@ def _certificate(
 ) -> Certificate:
     counts, held = found.counts, {name for name, number in chosen.items() if found.held >> number & 1}
     elsewise, groups = found.unlike | found.partial, [name for name, is_held in found.groups.items() if not is_held]
-    tensors = len(chosen.keys() - held - elsewise) - counts["shifted"]
+    lost = chosen.keys() - held - elsewise
+    tensors = len(lost) - counts["shifted"]
     rerun = sum(key.startswith(_RERUN) and not found.objects >> n & 1 for n, key in enumerate(index.objects))
     objects = found.stored[1] - found.objects.bit_count() - counts["rewritten"] - rerun
     left = (
@@ -371,8 +374,8 @@ def _certificate(
         (counts["weights"], "weight", "Megatron-Core names no plain master of its size"),
         (len(found.lacking), "part", f"of the common state, that a rank has not: {_listed(found.lacking)}"),
         (counts["without common"], "common state", "none is there"),
-        (max(0, tensors), "tensor", why := ", ".join(reasons) or "not requested"),
-        (max(0, objects), "object", why),
+        (max(0, tensors), "tensor", ", ".join(reasons) or f"{_NOT_REQUESTED}: {_listed(lost)}"),
+        (max(0, objects), "object", ", ".join(reasons) or _NOT_REQUESTED),
     )
     return Certificate(
         checkpoint=PurePath(index.path).name,

@@ -21,12 +21,11 @@ from mcore_ckpt.megatron import certificate as certificate_module
 from mcore_ckpt.megatron.serialization import save_common
 from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
 from tests.support.kept_log import kept_log
-from tests.support.models import DENSE, ModelShape, Parallel, build_training
-from tests.support.shared_groups import share_groups
+from tests.support.models import DENSE, ModelShape, Parallel
+from tests.support.resumed_job import Job
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-TRAINING = Path(__file__).resolve().parents[1] / "support" / "training"
 SHAPES = {"rows": ((64, 128), 0), "columns": ((64, 128), 1), "optimizer.state.m": ((2, 64, 32), 1)}
 WARN, RAISE = LoadOptions(certify="warn"), LoadOptions(certify="raise")
 
@@ -154,15 +153,21 @@ def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptu
     assert f"3 parts (of the common state, that a rank has not: {left}" in caplog.messages[-1]
 
 
-def test_what_is_held_twice_hides_nothing(saved: Path) -> None:
+def test_what_is_held_twice_hides_nothing(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     from megatron.core.dist_checkpointing import ShardedObject
 
     held = state(2)
     held["rows 2"], held["rows 3"] = held["rows 0"], held["rows 1"]
     del held["columns 0"], held["columns 1"]
     found = certify(held, saved, options=WARN)
-    left = "1 tensor (that ranks do not hold once and whole: rows), 1 tensor (not requested)"
+    left = "1 tensor (that ranks do not hold once and whole: rows), 1 tensor (not requested: columns)"
     assert (found.tensors, found.objects, ", ".join(found.not_compared)) == (1, 1, left)
+    del held["rows 2"], held["rows 3"]
+    certify(held, saved, options=WARN)
+    assert [one.levelno for one in caplog.records] == [logging.WARNING] * 2  # nothing says why columns were left out
+    caplog.clear()
+    certify(held, saved, options=WARN, reasons=["--finetune"])
+    assert not caplog.records
     held["other"] = ShardedObject("states", 7, (1,), (0,), replica_id=1)
     assert certify(held, saved, options=WARN).differing == 1
 
@@ -267,66 +272,6 @@ def test_all_ranks_are_told_which_one_differs(tmp_path: Path) -> None:
 
 
 # --- at the end of `load_checkpoint` ----------------------------------------------------------------------------------
-
-
-class Scheduler:
-    """Megatron's, of which the number of steps is all that changes."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps, "max_lr": 1.0}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_steps = state["num_steps"]
-
-
-class Job:
-    """A job of two ranks as Megatron-LM's, that was trained, saved, and is resumed."""
-
-    def __init__(self, shape: ModelShape, parallel: Parallel, seed: int, **flags: Any) -> None:
-        import mcore_ckpt
-
-        share_groups()
-        import megatron
-
-        megatron.__path__ = [str(TRAINING / "megatron"), *megatron.__path__]
-        mcore_ckpt.install()
-        self.training = build_training(shape, parallel, seed=seed)
-        from megatron.training import checkpointing
-
-        self.module: Any = checkpointing
-        self.scheduler = Scheduler()
-        layout = {
-            "distrib_optim_sharding_type": flags.pop("layout", "dp_reshardable"),
-            "chained_optim_avoid_prefix": True,
-        }
-        from megatron.core.rerun_state_machine import Call, Caller, RerunMode, RerunState, get_rerun_state_machine
-
-        self.machine = get_rerun_state_machine()
-        if flags.pop("reruns", False):
-            self.machine.mode, self.machine.state = RerunMode.VALIDATE_RESULTS, RerunState.WILL_RERUN_FROM_CHECKPOINT
-            self.machine.data_iterator_checkpoints = None
-            self.machine.failed_validation_call = Call(Caller("loss", 0), 2)
-        off = dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), False)
-        self.args = Namespace(metadata=layout, consumed_train_samples=0, ckpt_format="torch_dist", **{**off, **flags})
-
-    @property
-    def parts(self) -> tuple[Any, Any, Any, Any]:
-        return self.training.model, self.training.optimizer, self.scheduler, self.args
-
-    def save(self, path: Path) -> None:
-        self.training.train(2)
-        self.scheduler.num_steps, self.args.consumed_train_samples = 16, 16
-        self.module.save_checkpoint(2, *self.parts, str(path))
-
-    def resume(self, path: Path, *faults: Callable[[], None]) -> list[str]:
-        """What the log says of it."""
-        self.module.AFTERWARDS[:] = faults
-        with kept_log(logging.INFO) as lines:
-            assert self.module.load_checkpoint(*self.parts, str(path))[0] in (0, 2)
-        return [line for line in lines if "resumed from" in line]
 
 
 def resume_with_faults(rank: int, path: Path) -> dict[str, list[str]]:

@@ -34,6 +34,7 @@ class ModelShape:
     tied: bool = False  # the output layer has the weight of the embedding, on the last stage of a pipeline a copy
     frozen: tuple[int, ...] = ()  # layers, from 1 on
     layer_wise: bool = False  # Megatron's layer-wise optimizer, with SGD and its momentum in the place of Muon
+    offload: Literal["", "fp32", "bfloat16"] = ""  # optimizer on the host, over parameters of that dtype
 
 
 DENSE = ModelShape()
@@ -233,6 +234,9 @@ def build_training(
         params_dtype=dtype,
         use_distributed_optimizer=not shape.layer_wise,
         clip_grad=1.0,
+        optimizer_cpu_offload=bool(shape.offload),
+        optimizer_offload_fraction=1.0 if shape.offload else 0.0,
+        use_precision_aware_optimizer=shape.offload == "bfloat16",
     )
     build = _layer_wise_optimizer if shape.layer_wise else get_megatron_optimizer
     return Training(shape, parallel, model, build(optimizer_config, model))
