@@ -73,7 +73,7 @@ def offloading() -> Iterator[None]:
 
     with (
         mock.patch.object(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", divide_as_on_gpu),
-        mock.patch.object(optimizer_config, "is_te_min_version", lambda *_, **__: True),
+        mock.patch.object(optimizer_config, "is_te_min_version", return_value=True),
     ):
         yield
 
@@ -110,7 +110,7 @@ def resume(
             *(group for one in inner for group in one.param_groups),
         ]
         seen = {
-            "steps": int(counts[0].get("step", 0)),
+            "steps": int(counts[0]["step"]) if counts else 0,
             "weights": sum(float(one.abs().sum()) for one in weights.values()),
             "moments": sum(float(state["exp_avg"].abs().sum()) for state in states if "exp_avg" in state),
         }
@@ -166,7 +166,7 @@ def test_a_resume_without_a_fault_is_as_saved(both: Any) -> None:
 
 
 def without_reload(job: Job) -> Any:
-    return mock.patch.object(type(job.training.optimizer), "reload_model_params", lambda *_, **__: None)
+    return mock.patch.object(type(job.training.optimizer), "reload_model_params")
 
 
 @pytest.mark.field("NovaSky-AI/SkyRL#2149", "found", silent=True)

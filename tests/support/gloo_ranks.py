@@ -62,8 +62,8 @@ MEGATRON: Final = (
     "mcore_ckpt.megatron.install",
     "tests.support.megatron_without_cuda",
 )
-_STOCK: Final = ("tests.support.pretend_main", "megatron.core.dist_checkpointing")
-PRETENDING: Final = (*_STOCK, "mcore_ckpt.megatron.strategy", "mcore_ckpt.megatron.install")
+STOCK: Final = ("tests.support.pretend_main", "megatron.core.dist_checkpointing")
+PRETENDING: Final = (*STOCK, "mcore_ckpt.megatron.strategy", "mcore_ckpt.megatron.install")
 _PLAIN_DCP: Final = ("mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader")
 
 
@@ -119,7 +119,7 @@ def run_ranks(
 
 run_megatron_ranks = partial(run_ranks, preload=MEGATRON)
 run_pretending_ranks = partial(run_ranks, preload=PRETENDING)
-run_stock_ranks = partial(run_ranks, preload=_STOCK)
+run_stock_ranks = partial(run_ranks, preload=STOCK)
 
 
 def made(directory: Path) -> str:
@@ -313,7 +313,7 @@ class _Server(forkserver.ForkServer):
                     )
                     self._process.start()
                 else:
-                    parent = _STOCK if self._more == PRETENDING else () if self._more else None
+                    parent = STOCK if self._more == PRETENDING else () if self._more else None
                     self._process = _start(parent, _serve, (listener, alive, self._more), "server", daemon=True)
         self._forkserver_address, self._forkserver_alive_fd = address, alive_here
 
