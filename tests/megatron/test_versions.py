@@ -147,6 +147,7 @@ def is_same(found: Any, rank: int) -> bool:
     return bool(one["tracker"].equal(expected["tracker"]) and one["python"] == expected["python"])
 
 
+@pytest.mark.field("NVIDIA/Megatron-LM#6858", "absent", silent=True)
 def test_each_rank_gets_its_own_object_back(tmp_path: Path) -> None:
     told = run_megatron_ranks(save_and_load, 4, tmp_path)
     assert all(is_same(one, rank) for rank, (_, loaded, _) in enumerate(told) for one in loaded)
