@@ -76,7 +76,7 @@ def save_buckets(rank: int, directory: Path, shape: ModelShape, layout: Parallel
 
 
 def load_buckets(rank: int, directory: Path, shape: ModelShape, layout: Parallel, ours: bool) -> str:
-    """The error, if there is one. Where one rank alone raises it, the other waits in a collective: it does not begin."""
+    """The error, if there is one. Where one rank alone raises it, the other would wait for it, and does not begin."""
     dist_checkpointing = megatron(ours)
     training = build_training(shape, layout, seed=9)
     wanted = training.sharded_state_dict(is_loading=True, flat_buckets=True)
