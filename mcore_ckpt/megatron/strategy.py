@@ -60,6 +60,7 @@ from mcore_ckpt.megatron.calls import (
     metadata_version,
     noted_validation,
 )
+from mcore_ckpt.megatron.curves import show
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.save.async_queue import AsyncRequest
 from mcore_ckpt.save.planner import SaveRequest, Structure, check_hint
@@ -166,7 +167,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
             MegatronErrors(),
             self._begun(sharded_state_dict, checkpoint_dir, is_async=False) as transaction,
         ):
-            transaction.commit()
+            _commit(transaction)
 
     @without_modes()
     def warm_up(self, sharded_state_dict: dict[str, Any]) -> None:
@@ -225,7 +226,22 @@ class _Commit:
     @without_modes()
     def __call__(self) -> None:
         with MegatronErrors():
-            self.save_call.commit()
+            _commit(self.save_call)
+
+
+def _commit(transaction: SaveTransaction) -> None:
+    """Publish a checkpoint, and show what it took among the job's curves."""
+    transaction.commit()
+    took = transaction.figures
+    scalars = {
+        "mcore_ckpt/save/seconds_waited": took.waited_s,
+        "mcore_ckpt/save/seconds_to_durable": took.durable_s,
+        "mcore_ckpt/save/bytes": took.nbytes,
+        "mcore_ckpt/save/bytes_per_second": took.nbytes / max(took.writing_s, 1e-9),
+    }
+    if took.differing is not None:
+        scalars["mcore_ckpt/save/replicas_that_differ"] = took.differing
+    show(transaction.path, scalars)
 
 
 class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
@@ -348,8 +364,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
                     from mcore_ckpt.save.upkeep import run_loaded
 
                     run_loaded(path, saving, self.options.local_tier)
-            if is_first_rank():
-                _log_load(reader, before, time.monotonic() - started_s)
+            _tell_load(reader, before, time.monotonic() - started_s)
 
     def _opened(self, path: Path) -> CheckpointReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
@@ -419,10 +434,18 @@ def _reads_buckets() -> bool:
     return (call := current_load()) is not None and call.buckets is not None
 
 
-def _log_load(reader: CheckpointReader, before: ReadStats, took_s: float) -> None:
-    """One line for each load of rank 0."""
+def _tell_load(reader: CheckpointReader, before: ReadStats, took_s: float) -> None:
+    """One line for each load of rank 0, and what this rank's took among the job's curves."""
     stats = reader.stats
     loaded_bytes, checked = stats.bytes_needed - before.bytes_needed, stats.records_checked - before.records_checked
+    scalars = {
+        "mcore_ckpt/load/seconds": took_s,
+        "mcore_ckpt/load/bytes": loaded_bytes,
+        "mcore_ckpt/load/bytes_per_second": loaded_bytes / max(took_s, 1e-9),
+    }
+    show(reader.path, scalars)
+    if not is_first_rank():
+        return
     _logger.log(
         line_level(loaded_bytes),
         "rank 0 loaded %.3f GB from %s in %.3f s at %.2f GB/s, %.3f GB of it read from files; "

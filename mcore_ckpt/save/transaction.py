@@ -29,7 +29,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -272,6 +272,7 @@ class SaveTransaction:
         path: directory of the checkpoint; `what` is the save in words for messages, the same as text.
         skipped: it is left out (`when_busy="skip"`): nothing to wait for, nothing to commit; the same on all ranks.
         on_failure: what to do if this save fails. The same on all ranks.
+        figures: what the save took, on all ranks, once it is published.
         waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
         pid: of the process that has begun it.
         committer: the object that commits it. When that is gone (its request was lost before it came into a queue), the
@@ -289,6 +290,7 @@ class SaveTransaction:
         self.objects: tuple[ObjectEntry, ...] = ()
         self.replicas: Outcome[ReplicaSums | None] = Outcome()
         self.plan: SavePlan
+        self.figures: SaveFigures
         self.spans: list[Span] = []
         self._options = request.options
         self._group = group
@@ -331,12 +333,16 @@ class SaveTransaction:
             gathered = group.gather("write the data files", mine.value, wrap=SaveError)
             waited = time.monotonic()
             self.spans.append(Span("gather", started, waited))
-            if self._options.compare_replicas != "off":
-                self._compare_replicas(gathered)
+            differing = self._compare_replicas(gathered) if self._options.compare_replicas != "off" else None
             self.phase = "publishing"
             described = self._publish_on_other_nodes(gathered) if directory.is_divided else None
-            publish = partial(self._publish, gathered, described)
-            group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
+
+            def publish() -> SaveFigures:
+                assert gathered is not None
+                self._publish(gathered, described)
+                return SaveFigures.of(gathered, self.spans[0].start_s, started, differing)
+
+            self.figures = group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
         except BaseException as error:
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
             if group.size == 1 or reached_every_rank(error):
@@ -347,8 +353,7 @@ class SaveTransaction:
         if self._options.trace_path:
             write_trace(Path(self._options.trace_path), self.what, group.rank, self.spans, mine.value().files)
         if gathered is not None:
-            files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]
-            log_save(self.what, [written.took_s for written in gathered], self.spans, files)
+            log_save(self.what, self.figures, gathered, self.spans)
         if directory.target is not None and self._options.has_upkeep:
             from mcore_ckpt.save.upkeep import checkpoint_published
 
@@ -369,11 +374,10 @@ class SaveTransaction:
         sums = self.replicas.value()
         return Written(self.objects, result.files, took_s, None if sums is None else sums.digest())
 
-    def _publish(self, gathered: list[Written] | None, described: _Described | None) -> None:
+    def _publish(self, gathered: list[Written], described: _Described | None) -> None:
         """Coordinator. After an error the note is gone before any rank removes its files, unless it may yet be
         published.
         """
-        assert gathered is not None
         directory, seen = self._directory, self._files_of_place(gathered)
         assert directory.target is not None
         try:
@@ -434,9 +438,9 @@ class SaveTransaction:
         )
         return _Described(content, common)
 
-    def _compare_replicas(self, gathered: list[Written] | None) -> None:
-        """All ranks: name replicas that differ from the saved ones, or raise (`"raise"`). Only if their digests do not
-        tell that all are equal, ranks send the sum of each.
+    def _compare_replicas(self, gathered: list[Written] | None) -> int:
+        """All ranks: name replicas that differ from the saved ones, or raise (`"raise"`); how many slices do. Only if
+        their digests do not tell that all are equal, ranks send the sum of each.
         """
 
         def are_equal() -> bool:
@@ -448,7 +452,7 @@ class SaveTransaction:
             sampled_in = self.plan.save_id if self._options.compare_replicas == "sample" else None
             return self.plan.planned.replicas.are_equal(_crcs_of(gathered), digests, sampled_in)
 
-        def tell() -> None:
+        def tell() -> int:
             assert gathered is not None
             assert self.plan.planned is not None
             assert sums is not None
@@ -463,11 +467,13 @@ class SaveTransaction:
                 raise SaveError(message)
             if found:
                 _logger.warning("%s", message)
+            return len(found)
 
         step = "compare the replicas"
-        if not self._group.run_on_coordinator(step, are_equal, wrap=SaveError):
-            sums = self._group.gather(step, self.replicas.value, wrap=SaveError)
-            self._group.run_on_coordinator(step, tell, wrap=SaveError)
+        if self._group.run_on_coordinator(step, are_equal, wrap=SaveError):
+            return 0
+        sums = self._group.gather(step, self.replicas.value, wrap=SaveError)
+        return self._group.run_on_coordinator(step, tell, wrap=SaveError)
 
     def abort(self) -> None:
         """Stop writing, and remove what was written. Called on every rank, and harmless on one that is done; no place
@@ -529,7 +535,7 @@ def give_up_forgotten_saves() -> None:
             save.abort()
 
 
-# --- what a save took, as a line and as a trace -----------------------------------------------------------------------
+# --- what a save took, as figures, as a line and as a trace -----------------------------------------------------------
 
 _GB: Final = 1e9
 
@@ -545,19 +551,39 @@ class Span(NamedTuple):
 _PHASES: Final = ("plan", "stage", "dispatch", "write", "writer", "gather", "commit")
 
 
-def log_save(
-    what: str, took_s: Sequence[Mapping[str, float]], spans: Sequence[Span], files: Sequence[tuple[int, WrittenFile]]
-) -> None:
-    """Log the line of a save that is published, on the coordinator: what its phases took on the slowest ranks, what
-    training waited, until its files were durable and it was published. `took_s` is of each rank, `spans` of this one.
+class SaveFigures(NamedTuple):
+    """What a save that is published took: bytes of all ranks, seconds of the slowest."""
+
+    nbytes: int  # of the data files
+    waited_s: float  # that training waited, until the checkpoint was published
+    writing_s: float  # from the first byte to the last
+    durable_s: float  # from the beginning of the save until its last file was durable
+    published_s: float  # from there until the checkpoint was published
+    differing: int | None  # slices that differ between replicas; None: they were not compared
+
+    @classmethod
+    def of(cls, gathered: Sequence[Written], began_s: float, committing_s: float, differing: int | None) -> SaveFigures:
+        """On the coordinator, now that the checkpoint is published. It was begun and began to commit at those times of
+        `time.monotonic()`.
+        """
+        now_s = time.monotonic()
+        waited, writing, durable = (
+            max(written.took_s[name] for written in gathered) for name in ("waited", "writing", "durable")
+        )
+        nbytes = sum(file.size_bytes for written in gathered for file in written.files)
+        return cls(nbytes, waited + now_s - committing_s, writing, durable, now_s - began_s, differing)
+
+
+def log_save(what: str, figures: SaveFigures, gathered: Sequence[Written], spans: Sequence[Span]) -> None:
+    """Log the line of a save that is published, on the coordinator, with what its phases took on the slowest ranks.
+    `spans` are this rank's.
     """
     slowest: dict[str, float] = {}
-    for of_rank in took_s:
-        for name, seconds in of_rank.items():
+    for written in gathered:
+        for name, seconds in written.took_s.items():
             slowest[name] = max(slowest.get(name, 0.0), seconds)
-    ends = {name: stop_s - start_s for name, start_s, stop_s in spans[-2:]}  # gather and commit
-    slowest |= {**ends, "waited": slowest["waited"] + sum(ends.values())}
-    slowest["published"] = time.monotonic() - spans[0].start_s
+    slowest |= {name: stop_s - start_s for name, start_s, stop_s in spans[-2:]}  # gather and commit
+    files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]
     phases = ", ".join(f"{name} {slowest[name]:.3f} s" for name in _PHASES if name in slowest)
     straggler = ""
     if files:
@@ -567,20 +593,19 @@ def log_save(
             f"{file.write_s:.3f} s, fsync {file.fsync_s:.3f} s)"
         )
     synchronous = " (a synchronous save)" if "write" in slowest else ""
-    nbytes = sum(file.size_bytes for _, file in files)
-    rate = f" at {nbytes / _GB / slowest['writing']:.2f} GB/s" if slowest["writing"] else ""
+    rate = f" at {figures.nbytes / _GB / figures.writing_s:.2f} GB/s" if figures.writing_s else ""
     _logger.log(
-        line_level(nbytes),
+        line_level(figures.nbytes),
         "saved %.3f GB in %s to %s: training waited %.3f s%s, files durable after %.3f s%s, published after %.3f s "
         "(%s)%s",
-        nbytes / _GB,
+        figures.nbytes / _GB,
         counted(len(files), "file"),
         what,
-        slowest["waited"],
+        figures.waited_s,
         synchronous,
-        slowest["durable"],
+        figures.durable_s,
         rate,
-        slowest["published"],
+        figures.published_s,
         phases,
         straggler,
     )

@@ -1,17 +1,23 @@
-"""What a save tells: the log line, the trace."""
+"""What a save tells: the log line, the trace, the curves."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
+from mcore_ckpt.megatron.curves import Curves
 from mcore_ckpt.save.transaction import Span, write_trace
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
@@ -74,3 +80,94 @@ def test_a_trace_that_cannot_be_written_is_only_warned_about(tmp_path: Path, cap
     with caplog.at_level(logging.WARNING):
         write_trace(tmp_path / "file", "/ckpt/x", 0, [Span("plan", 0.0, 1.0)], [])
     assert "trace of a save cannot be written" in caplog.text
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def megatrons_writers(add_scalar: Callable[..., object], log: Callable[..., object] = lambda *_, **__: None) -> object:
+    """The writers of a Megatron-LM job, as its training code keeps them on its last rank."""
+    board, wandb = SimpleNamespace(add_scalar=add_scalar), SimpleNamespace(log=log)
+    module = SimpleNamespace(get_tensorboard_writer=lambda: board, get_wandb_writer=lambda: wandb)
+    return mock.patch.dict(sys.modules, {"megatron.training.global_vars": module})
+
+
+def saved_and_loaded(path: Path, rank: int = 0, ranks: int = 1) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    path.mkdir(parents=True, exist_ok=True)
+    state = {"t": ShardedTensor.from_rank_offsets("t", torch.ones(300_000), (0, rank, ranks))}
+    TorchDistSaveStrategy().save(state, path)
+    TorchDistLoadStrategy().load(state, path)
+
+
+def scalars_of_the_last_rank(rank: int, path: Path) -> dict[str, tuple[float, int]]:
+    from tests.support.cpu_megatron import pretend_cuda
+
+    pretend_cuda()
+    found: dict[str, tuple[float, int]] = {}
+    has_all = threading.Event()
+
+    def add_scalar(name: str, value: float, step: int) -> None:
+        found[name] = value, step
+        if name == "mcore_ckpt/load/bytes_per_second":
+            has_all.set()
+
+    if rank == 0:
+        saved_and_loaded(path, rank, 2)
+        return found
+    with megatrons_writers(add_scalar):
+        saved_and_loaded(path, rank, 2)
+        assert has_all.wait(60)
+    return found
+
+
+def test_what_a_save_and_a_load_cost_is_among_the_curves_of_the_rank_that_has_writers(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000007"
+    first, last = run_ranks(scalars_of_the_last_rank, 2, path)
+    assert not first
+    written = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert last["mcore_ckpt/save/bytes"] == (written, 7)  # of both ranks
+    assert last["mcore_ckpt/load/bytes"] == (1_200_000, 7)
+    assert 0 < last["mcore_ckpt/save/seconds_to_durable"][0] <= last["mcore_ckpt/save/seconds_waited"][0]
+    assert last["mcore_ckpt/load/seconds"][0] > 0
+    assert "mcore_ckpt/save/replicas_that_differ" not in last
+
+
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves that have not warned yet."""
+    monkeypatch.setattr("mcore_ckpt.megatron.strategy.show", Curves().show)
+
+
+@pytest.mark.usefixtures("curves")
+def test_a_writer_that_fails_costs_a_save_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+    all_have_failed = threading.Event()
+
+    def fails(name: str, *_: object) -> None:
+        calls.append(name)
+        if len(calls) == 4:
+            all_have_failed.set()
+        raise OSError("the event file is on a full disk")
+
+    with megatrons_writers(fails):
+        for step in range(2):
+            saved_and_loaded(tmp_path / f"iter_000000{step}")
+        assert all_have_failed.wait(60)
+    (warning,) = [record.message for record in caplog.records if "curves" in record.message]
+    assert "the event file is on a full disk" in warning
+
+
+@pytest.mark.usefixtures("curves")
+def test_a_writer_that_hangs_keeps_no_save_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    go = threading.Event()
+    with megatrons_writers(lambda *_: go.wait(60)):
+        for step in range(10):  # saves and loads: twenty
+            saved_and_loaded(tmp_path / f"iter_000000{step}")
+        assert not go.is_set()
+        go.set()
+    (warning,) = [record.message for record in caplog.records if "curves" in record.message]
+    assert "has not taken those of 16 saves and loads before" in warning
