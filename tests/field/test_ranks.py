@@ -22,6 +22,8 @@ from tests.support.models import DENSE, ModelShape, Parallel, build_training
 from tests.support.shared_groups import fork_results_queue, share_groups
 from tests.support.state_compare import differing, read_state, write_state
 
+pytest.importorskip("megatron.core", reason="the optimizers are Megatron's")
+
 MEGATRON = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 pytestmark = pytest.mark.skipif(
     MEGATRON >= (0, 17) and find_spec("nvidia_resiliency_ext") is None,

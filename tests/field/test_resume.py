@@ -23,6 +23,8 @@ from tests.support.gloo_ranks import PRETENDING, StandingRanks, made, standing_r
 from tests.support.models import DENSE, ModelShape, Parallel
 from tests.support.resumed_job import Job
 
+pytest.importorskip("megatron.core", reason="the optimizers are Megatron's")
+
 MEGATRON = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 pytestmark = pytest.mark.skipif(
     MEGATRON >= (0, 17) and find_spec("nvidia_resiliency_ext") is None,
@@ -105,12 +107,9 @@ def resume(
         weights = {name: one.detach().float().clone() for name, one in job.training.model[0].named_parameters()}
         inner = [one.optimizer for one in job.training.optimizer.chained_optimizers]
         states = [state for one in inner for state in one.state.values()]
-        counts = [
-            *(state for state in states if "step" in state),
-            *(group for one in inner for group in one.param_groups),
-        ]
+        counted = [one for one in (*states, *(group for one in inner for group in one.param_groups)) if "step" in one]
         seen = {
-            "steps": int(counts[0]["step"]) if counts else 0,
+            "steps": int(counted[0]["step"]) if counted else 0,
             "weights": sum(float(one.abs().sum()) for one in weights.values()),
             "moments": sum(float(state["exp_avg"].abs().sum()) for state in states if "exp_avg" in state),
         }
