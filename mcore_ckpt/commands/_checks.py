@@ -20,8 +20,9 @@ from mcore_ckpt.commands.cli import (
     table,
 )
 from mcore_ckpt.core.console import counted, human_bytes
-from mcore_ckpt.core.errors import LoadError, OptionError
+from mcore_ckpt.core.errors import LoadError, OptionError, without_tracebacks
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.team import current_team
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +67,7 @@ def run_verify(arguments: argparse.Namespace) -> Outcome:
         return _verify(arguments)
     from mcore_ckpt.tools.runs import list_run
 
-    report = list_run(arguments.checkpoint)
+    report = current_team().first("list the run", lambda: list_run(arguments.checkpoint))
     found = {one.checkpoint.name: _verify_one(arguments, str(one.checkpoint.path)) for one in report.checkpoints}
     if problem := report.tracker_problem:
         found["tracker"] = Outcome({"whole": False, "error": problem}, one_line(f"tracker: {problem}"), DIFFERS)
@@ -79,7 +80,8 @@ def _verify_one(arguments: argparse.Namespace, checkpoint: str) -> Outcome:
     try:
         return _verify(argparse.Namespace(**{**vars(arguments), "checkpoint": checkpoint}))
     except LoadError as error:
-        return Outcome({"whole": False, "error": str(error)}, one_line(str(error)), DIFFERS)
+        said = without_tracebacks(str(error))
+        return Outcome({"whole": False, "error": said}, one_line(said), DIFFERS)
 
 
 def _verify(arguments: argparse.Namespace) -> Outcome:
@@ -170,7 +172,7 @@ def verified(
     if accept:
         from mcore_ckpt.directory.publish import accept_common_file
 
-        accepted = accept_common_file(directory)
+        accepted = current_team().first("accept the common state", lambda: accept_common_file(directory))
     workers, lost_index = max(1, arguments.workers), other is not None
     report = verify_checkpoint(directory, workers=workers, optimizer=optimizer, lost_index=lost_index, progress=shown)
     if other is not None and report.problems:

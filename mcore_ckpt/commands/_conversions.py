@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_ckpt.commands.cli import Outcome, add_dry_run, one_line, table
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, flags_of, help_of, kinds_of
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def checked_outcome(report: ConversionReport, text: str, arch: str, to_megatron:
 
     checkpoint, model = (report.target, report.source) if to_megatron else (report.source, report.target)
     try:
-        check = check_logits(checkpoint, model, arch)
+        check = current_team().first("compare logits", lambda: check_logits(checkpoint, model, arch))
     except CheckpointError as error:
         raise OptionError(f"{report.target} was written, but not checked: {error}") from error
     document = {**asdict(report), "check": {**asdict(check), "same": check.same}}

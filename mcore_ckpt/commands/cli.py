@@ -23,8 +23,9 @@ from importlib import import_module
 from typing import Any, Final, NoReturn, TextIO
 
 from mcore_ckpt.core.console import human_bytes, is_terminal
-from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.errors import CheckpointError, without_tracebacks
 from mcore_ckpt.core.options import tell_unknown_variables
+from mcore_ckpt.core.team import team_of_launcher
 
 Container = argparse._ActionsContainer  # noqa: SLF001  (a parser, or a group of its arguments)
 
@@ -243,6 +244,9 @@ _MODULES: Final = {
     **dict.fromkeys(("reshard", "export", "merge", "import"), "_conversions"),
 }
 
+# Several processes divide the work of these; that of others the first one does, and the rest wait.
+_DIVIDED: Final = frozenset(("verify", "diff", "copy", "repair", "reshard", "export", "merge", "import"))
+
 
 def _function(verb: str, command: str) -> Any:
     """`add_COMMAND(parser)`, which declares its arguments, or `run_COMMAND(arguments)`, which gives an `Outcome`."""
@@ -330,13 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     tell_unknown_variables()
     try:
-        outcome: Outcome = _function("run", arguments.command)(arguments)
-        try:
-            _show(outcome, as_json=arguments.json)
-        except BrokenPipeError:
-            # The reader of our output has enough (`| head`); Python would complain again while it shuts down.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return outcome.code
+        return _run(arguments)
     except KeyboardInterrupt as interrupt:
         more = f": {_one_line(interrupt)}" if interrupt.args else ""
         print(f"mcore-ckpt: interrupted{_printable(more, sys.stderr)}", file=sys.stderr)
@@ -352,8 +350,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED if is_expected else INTERNAL
 
 
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command with the other processes of a launcher; the first one shows the outcome."""
+
+    def outcome() -> Outcome:
+        found: Outcome = _function("run", arguments.command)(arguments)
+        return found
+
+    with team_of_launcher() as team:
+        if arguments.command not in _DIVIDED:
+            return team.first(arguments.command, lambda: _show(outcome(), as_json=arguments.json))
+        of_all = team.each(arguments.command, outcome)
+        return team.first("show the outcome", lambda: _show(of_all, as_json=arguments.json))
+
+
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(without_tracebacks(str(error)).split())
     return text or type(error).__name__
 
 
@@ -367,14 +379,20 @@ def _printable(text: str, stream: TextIO) -> str:
     return text.translate(_CONTROL).encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _show(outcome: Outcome, *, as_json: bool) -> None:
-    if as_json:
-        text = json.dumps(outcome.document, default=_jsonable)
-        # JSON has no NaN and no infinities: they become text.
-        print(json.dumps(json.loads(text, parse_constant=lambda name: str(float(name)))))
-    elif outcome.text:
-        print(_printable(outcome.text, sys.stdout))
-    sys.stdout.flush()
+def _show(outcome: Outcome, *, as_json: bool) -> int:
+    """Print, and give the exit code."""
+    try:
+        if as_json:
+            text = json.dumps(outcome.document, default=_jsonable)
+            # JSON has no NaN and no infinities: they become text.
+            print(json.dumps(json.loads(text, parse_constant=lambda name: str(float(name)))))
+        elif outcome.text:
+            print(_printable(outcome.text, sys.stdout))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has enough (`| head`); Python would complain again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return outcome.code
 
 
 def _jsonable(value: Any) -> Any:

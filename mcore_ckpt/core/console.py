@@ -12,6 +12,8 @@ import sys
 import threading
 from typing import Any, Final, TypeVar
 
+from mcore_ckpt.core.team import Counter, current_team
+
 _WORTH_A_LINE_BYTES: Final = 1_000_000
 
 
@@ -65,24 +67,23 @@ def is_terminal(stream: Any) -> bool:
 
 
 class Progress:
-    """A bar over a known number of bytes; a context manager. `advance` may be called from any thread.
+    """A bar over a known number of bytes, those of all ranks of a command; a context manager. `advance` may be called
+    from any thread.
 
-    `shown`: None shows the bar if standard error is a terminal; False never does.
+    `shown`: None shows the bar if standard error is a terminal, on the first rank; False never does.
     """
 
     def __init__(self, what: str, total_bytes: int, *, shown: bool | None = None) -> None:
-        self.done_bytes = 0
-        self._lock = threading.Lock()
+        self.counter = Counter()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._what = what
         self._total_bytes = total_bytes
-        self._shown = is_terminal(sys.stderr) if shown is None else shown
+        self._shown = (is_terminal(sys.stderr) if shown is None else shown) and current_team().rank == 0
 
     def advance(self, nbytes: int) -> None:
-        """`nbytes` more are done."""
-        with self._lock:
-            self.done_bytes += nbytes
+        """`nbytes` more are done, by this rank. Raises where another one has failed."""
+        self.counter.add(nbytes)
 
     def __enter__(self: P) -> P:
         if self._shown:
@@ -126,7 +127,7 @@ class Progress:
         with bar:
             task = bar.add_task(self._what, total=self._total_bytes)
             while not self._ended.wait(_BAR_PERIOD_S):
-                bar.update(task, completed=self.done_bytes, refresh=True)
+                bar.update(task, completed=max(self.counter.own_bytes, self.counter.all_bytes), refresh=True)
 
 
 def human_bytes(nbytes: int) -> str:

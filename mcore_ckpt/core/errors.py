@@ -154,6 +154,15 @@ class RemoteError(Exception):
     """
 
 
+TRACEBACK: Final = "\n--- on rank "
+"""Stands between a message and the traceback of the rank that failed."""
+
+
+def without_tracebacks(message: str) -> str:
+    """The message of an error that was raised on all ranks, without the tracebacks behind it, however nested."""
+    return message.partition(TRACEBACK)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class FailureReport:
     """What is known about an exception, in a form that pickles anywhere."""

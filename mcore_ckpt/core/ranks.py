@@ -37,7 +37,15 @@ import torch.distributed as dist
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mcore_ckpt.core.errors import CheckpointError, FailureReport, OptionError, describe, remote_cause, same_class
+from mcore_ckpt.core.errors import (
+    TRACEBACK,
+    CheckpointError,
+    FailureReport,
+    OptionError,
+    describe,
+    remote_cause,
+    same_class,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,8 +74,6 @@ _INLINE_BYTES = _SLOT_BYTES - _HEADER.size
 _MERGED_BYTES = 4096
 _OK, _FAILED, _FAILED_EVERYWHERE = range(3)
 _NAMED_RANKS = 16
-# Stands between a message and the traceback of the rank that failed.
-_TRACEBACK = "\n--- on rank "
 # An attribute rather than a list of such errors: it survives an error's conversion into another class.
 _REACHED = "_reached_every_rank"
 _INTERRUPTED = "_rank_was_interrupted"
@@ -306,7 +312,7 @@ class RankGroup:
         others = f" ({len(failed)} ranks failed: {named})" if len(failed) > 1 else ""
         raised = same_class(report, wrap)(
             f"could not {what}: rank {first} of {self.size}{others}: {report.message}"
-            f"{_TRACEBACK}{first} ---\n{report.traceback_text}"
+            f"{TRACEBACK}{first} ---\n{report.traceback_text}"
         )
         setattr(raised, _REACHED, True)
         setattr(raised, _INTERRUPTED, any(failure.interrupted for failure in failed.values()))
@@ -404,11 +410,6 @@ def carrying(settings: Mapping[str, str]) -> Iterator[None]:
 def reached_every_rank(error: BaseException) -> bool:
     """Whether this exception was raised by `RankGroup.run` and its kin, so that every rank has it already."""
     return bool(getattr(error, _REACHED, False))
-
-
-def without_tracebacks(message: str) -> str:
-    """The message of an error that was raised on all ranks, without the tracebacks behind it, however nested."""
-    return message.partition(_TRACEBACK)[0]
 
 
 def was_interrupted(error: BaseException) -> bool:

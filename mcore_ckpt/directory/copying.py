@@ -20,7 +20,7 @@ import itertools
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -29,6 +29,7 @@ from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.commit import Commit, is_note, note_name, notes, seems_gone
 from mcore_ckpt.directory.in_force import (
     DrainNote,
@@ -124,6 +125,24 @@ class Sent:
         (self.kept if nbytes is None else self.copied).append(shown or name)
         self.nbytes += nbytes or 0
 
+    def copy_share(self, names: Collection[str], check: Callable[[], object] = lambda: None) -> None:
+        """Copy files, each by one of the ranks of a command; `check` is called before each."""
+        team = current_team()
+
+        def copy_all(own: Sequence[str]) -> tuple[list[str], list[str], int]:
+            sent = Sent(self.reads, self.writes, self.judged)
+            for name in own:
+                check()
+                sent.copy(name)
+            if team.rank:
+                self.writes.sync(parents=True)
+            return sent.copied, sent.kept, sent.nbytes
+
+        for copied, kept, nbytes in team.divide("copy the files", sorted(names), self.reads.size, copy_all):
+            self.copied += copied
+            self.kept += kept
+            self.nbytes += nbytes
+
 
 def files_of(directory: Path) -> CheckpointFiles:
     """What there is to copy. Raises `LoadError`."""
@@ -175,6 +194,7 @@ def copy_and_commit(
     """
     reads, writes = storage_at(directory), storage_at(target)
     found, held = files_of(directory), metadata_of(writes)
+    current_team().same(f"copy {directory}", crc32(found.metadata))
     if held != found.metadata:
         accepts(found, held)
     try:
@@ -183,6 +203,10 @@ def copy_and_commit(
     except LoadError:
         found.judged.check()  # what was replaced meanwhile is not damaged
         raise
+    if current_team().rank:  # the first rank commits, and waits for what the others copy
+        sent = Sent(reads, writes, found.judged)
+        sent.copy_share(found.data)
+        return sent
     writes.ensure()
     commit = Commit.begin(writes)
     try:
@@ -244,9 +268,7 @@ class _Copy:
     def send_data(self, waits: bool) -> bool:
         """Copy data files from here; False if those of other nodes have not all come."""
         needed = self.found.data if self.own is None else self.own
-        for name in () if self.is_published and waits else needed:
-            self.commit.check()
-            self.sent.copy(name)
+        self.sent.copy_share(() if self.is_published and waits else needed, self.commit.check)
         return not waits or self.is_published or all(map(self.sent.writes.exists, self.found.data))
 
     def send_others(self, others: tuple[str, ...]) -> None:

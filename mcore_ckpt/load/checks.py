@@ -286,19 +286,32 @@ def spans_of(checks: Iterable[ItemCheck]) -> Iterator[Span]:
     return coalesce(extents, ReadPolicy())
 
 
+class Checked(NamedTuple):
+    """What an `ItemChecker` has found."""
+
+    problems: list[tuple[str, Problem]]
+    refused: dict[str, str]  # classes that loads refuse, each with the first key that has it
+    items: int
+    records: int
+    read_bytes: int
+    unchecked: int
+
+
 class ItemChecker:
     """Reads spans in threads and collects what is wrong."""
 
     def __init__(self, storage: Storage) -> None:
         self.problems: list[tuple[str, Problem]] = []
-        self.refused: dict[str, str] = {}  # classes that loads refuse, each with the first key that has it
+        self.refused: dict[str, str] = {}
         self.items = self.records = self.read_bytes = self.unchecked = 0
         self._files = OpenFiles(storage, "auto", None)
         self._lock = threading.Lock()
         self._buffers = threading.local()
         self._forms: Forms = {}
 
-    def run(self, spans: list[Span], workers: int, advance: Callable[[int], object] = lambda nbytes: None) -> None:
+    def run(
+        self, spans: Sequence[Span], workers: int, advance: Callable[[int], object] = lambda nbytes: None
+    ) -> Checked:
         """Check all spans; `advance` is called with the lengths of what was read."""
 
         def work(span: Span) -> None:
@@ -309,6 +322,7 @@ class ItemChecker:
             in_parallel(spans, work, workers)
         finally:
             self._files.close()
+        return Checked(self.problems, self.refused, self.items, self.records, self.read_bytes, self.unchecked)
 
     def _check(self, span: Span) -> None:
         checks = [extent.owner for extent in span.extents]

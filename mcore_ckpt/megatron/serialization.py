@@ -41,10 +41,11 @@ from mcore_ckpt.core.errors import (
     MissingKeyError,
     SaveError,
     UnsafePickleError,
+    without_tracebacks,
 )
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import Outcome
-from mcore_ckpt.core.ranks import coordination_group, without_modes, without_tracebacks
+from mcore_ckpt.core.ranks import coordination_group, without_modes
 from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of, with_common_files
 from mcore_ckpt.directory.publish import give_back, reserve, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY

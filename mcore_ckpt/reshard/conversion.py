@@ -39,17 +39,18 @@ from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.process import Crew, Task, in_parallel
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.iterations import sync_folders
 from mcore_ckpt.directory.publish import bind_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
-from mcore_ckpt.image.layout import PlannedFile
+from mcore_ckpt.image.layout import PlannedFile, WrittenFile
 from mcore_ckpt.image.writer import ImageWriter, WindowPool
 from mcore_ckpt.load.records import item_name, padded_range
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
 from mcore_ckpt.reshard.plan import Division, Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
-from mcore_ckpt.reshard.target_directory import Target, begun_work, refuse_target, target_folder
+from mcore_ckpt.reshard.target_directory import Target, begun_work, refuse_target, team_target
 from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up
@@ -347,11 +348,10 @@ def check_all(
     crcs: Mapping[tuple[str, int], int],
     *,
     workers: int,
-    advance: Callable[[int], None],
+    bar: Progress,
 ) -> None:
     """Compare a target, whose path is where the files lie now, with its source; raises `ChecksumError` or
     `CorruptCheckpointError`. `crcs`: of chunks of the source that have none stored, by the target's key and position.
-    `advance` is called with payload bytes that have been compared.
     """
     sources = {move.key: move.division.entry for part in plan.parts for move in part.moves}
     divisions = []
@@ -360,6 +360,8 @@ def check_all(
         stored, divided = ([Box(chunk.offsets, chunk.sizes) for chunk in one.chunks] for one in (entry, source))
         divisions += [Division(entry, divided, block) for block in blocks(stored, divided)]
     divisions.sort(key=lambda division: division.entry.chunks[division.block.sources[0]].item[:2])
+    team = current_team()
+    objects = target.objects.items() if team.rank == 0 else ()
 
     def expected(key: str, number: int) -> int | None:
         chunk = sources[key].chunks[number]
@@ -372,15 +374,21 @@ def check_all(
                 ahead = read_ahead(written, share, crew, 4)
                 for division in share:
                     _check_block(division, ahead, expected)
-                    advance(division.payload_bytes)
+                    bar.advance(division.payload_bytes)
 
-        in_parallel(in_shares(divisions, lambda division: division.payload_bytes, workers), check, workers)
-        for fqn, other in target.objects.items():  # objects keep their keys
-            if written.object_bytes(other) != payloads.object_bytes(payloads.index.objects[fqn]):
-                raise CorruptCheckpointError(
-                    f"{item_name(fqn, other.item)}: differs from the source's item; check the device, then run the "
-                    "command again"
-                )
+        def nbytes(division: Division) -> int:
+            return division.payload_bytes
+
+        def check_own(own: Sequence[Division]) -> None:
+            in_parallel(in_shares(own, nbytes, workers), check, workers)
+            for fqn, other in objects:  # objects keep their keys
+                if written.object_bytes(other) != payloads.object_bytes(payloads.index.objects[fqn]):
+                    raise CorruptCheckpointError(
+                        f"{item_name(fqn, other.item)}: differs from the source's item; check the device, then run "
+                        "the command again"
+                    )
+
+        team.divide("compare the target", divisions, nbytes, check_own, bar.counter)
 
 
 def _check_block(division: Division, ahead: Ahead, expected: Callable[[str, int], int | None]) -> None:
@@ -485,6 +493,7 @@ _Options = TypeVar("_Options", bound=ConversionOptions)
 
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
+_TORCH_BYTES = 256 * 1024**2  # what it takes where several processes have met
 _LEAST_MEMORY_BYTES = 64 * 1024**2
 # Options that a run which resumes may have otherwise.
 _OF_A_RUN = ("memory_bytes", "verify", "restart")
@@ -582,7 +591,9 @@ def convert(
     if not dry_run:
         refuse_target(places.source, places.target)
         # An interrupted run has begun the files of so many workers.
-        workers = None if options.restart else begun_work(places.target).get("--workers")
+        team = current_team()
+        begun = {} if options.restart else team.first("look for begun work", lambda: begun_work(places.target))
+        workers = begun.get("--workers")
         options = replace(options, workers=workers) if type(workers) is int else options
     return run_conversion(plan(options), places, options, dry_run=dry_run, progress=progress)
 
@@ -597,7 +608,8 @@ def run_conversion(
             written: dict[str, Any] = {"keys": tuple(conversion.keys())}
         else:
             written = _write(conversion, places.target, options, progress)
-            places.finish()
+            if current_team().rank == 0:
+                places.finish()
     return replace(
         conversion.report,
         source=str(places.source),
@@ -621,20 +633,37 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
     """Write, compare and publish a target; what the report says of it."""
     payloads, plan, source = conversion.payloads, conversion.plan, conversion.source
     named = [] if plan.index_file is None else [plan.index_file[0]]
-    with target_folder(target, _fingerprint(conversion, options), restart=options.restart) as made:
-        resumed = bool(made.journal.written)
+    fingerprint, total, workers = _fingerprint(conversion, options), plan.payload_bytes, options.workers
+    team = current_team()
+    team.same("plan the conversion", fingerprint)
+
+    def begin(made: Target) -> None:
         made.note((*plan.sizes, *conversion.carried, *named))
         made.reserve(plan.sizes)
-        started, total, workers = time.monotonic(), plan.payload_bytes, options.workers
+
+    with team_target(target, fingerprint, begin, restart=options.restart) as made:
+        journal, started = made.journal, time.monotonic()
+        resumed = bool(journal.written)
+        base_bytes = _BASE_BYTES if team.size == 1 else _BASE_BYTES + _TORCH_BYTES
+        memory_bytes = max(_LEAST_MEMORY_BYTES, (options.memory_bytes - base_bytes) // 2)
+
+        def nbytes(part: Part) -> int:
+            return part.payload_bytes
+
+        def write(parts: Sequence[Part]) -> tuple[Mapping[str, WrittenFile], Mapping[tuple[str, int], int]]:
+            own = replace(plan, parts=tuple(parts))
+            write_all(own, payloads, made, workers=workers, memory_bytes=memory_bytes, advance=bar.advance)
+            return journal.written, journal.crcs
+
         try:
             with Progress("copy", total, shown=progress) as bar:
-                memory_bytes = max(_LEAST_MEMORY_BYTES, (options.memory_bytes - _BASE_BYTES) // 2)
-                write_all(plan, payloads, made, workers=workers, memory_bytes=memory_bytes, advance=bar.advance)
+                for files, crcs in team.divide("write the files", plan.parts, nbytes, write, bar.counter):
+                    journal.add(files, crcs)
             payloads.check_rest()
         except LoadError:
             source.refuse_changes()  # what looks damaged may be of two saves
             raise
-        content = plan.metadata(made.journal)
+        content = plan.metadata(journal)
         copied = time.monotonic()
         verified = content is not None and options.verify
         if content is not None:
@@ -642,18 +671,19 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
             refuse_other_fingerprints(plan, payloads.index, written)
             if verified:
                 with Progress("verify", total, shown=progress) as bar:
-                    check_all(plan, payloads, written, made.journal.crcs, workers=workers, advance=bar.advance)
+                    check_all(plan, payloads, written, journal.crcs, workers=workers, bar=bar)
         checked = time.monotonic()
-        try:
-            conversion.carry(made)
-        finally:
-            source.refuse_changes()
-        sync_folders(made.folder, (*plan.sizes, *conversion.carried))
-        if content is not None:
-            made.publish(METADATA_FILE, bind_common_file(content, made.folder))
-        elif plan.index_file is not None:
-            name, index_of = plan.index_file
-            made.publish(name, index_of(made.journal.written))
+        if team.rank == 0:
+            try:
+                conversion.carry(made)
+            finally:
+                source.refuse_changes()
+            sync_folders(made.folder, (*plan.sizes, *conversion.carried))
+            if content is not None:
+                made.publish(METADATA_FILE, bind_common_file(content, made.folder))
+            elif plan.index_file is not None:
+                name, index_of = plan.index_file
+                made.publish(name, index_of(journal.written))
     return {
         "files": tuple(sorted(plan.sizes)),
         "file_bytes": sum(plan.sizes.values()),

@@ -2,6 +2,7 @@
 
     TARGET.partial            the files, while they are written
     TARGET.partial.journal    which files are durable there; the lock on it shows that a run is at work
+    TARGET.partial.journal.N  the same of files that rank N of several processes has written
     TARGET                    a rename of the folder, which fails where there is something already
 
 A run locks the journal before it makes the folder, and removes the journal after the rename. So a folder whose journal
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 import secrets
@@ -35,6 +37,7 @@ from typing import Any, Final
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import PARTIAL
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
 from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES
@@ -63,11 +66,18 @@ class Journal:
         self.crcs: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
-    def record(self, files: Iterable[WrittenFile], crcs: Iterable[tuple[str, int, int]]) -> None:
-        """These files are durable; any number of threads may say so."""
+    def add(self, written: Mapping[str, WrittenFile], crcs: Mapping[tuple[str, int], int]) -> None:
+        """These files are durable, as is known already; any number of threads may say so."""
         with self._lock:
-            self.written.update({file.name: file for file in files})
-            self.crcs.update({(key, number): crc for key, number, crc in crcs})
+            self.written.update(written)
+            self.crcs.update(crcs)
+
+    def record(self, files: Iterable[WrittenFile], crcs: Iterable[tuple[str, int, int]]) -> None:
+        """As `add`, and known to the next run."""
+        self.add({file.name: file for file in files}, {(key, number): crc for key, number, crc in crcs})
+
+    def close(self) -> None:
+        """Nothing more is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +172,51 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> A
     return (_in_place if storage_at(target).is_store else _renamed)(target, fingerprint, restart)
 
 
+@contextmanager
+def team_target(
+    target: Path, fingerprint: str, begin: Callable[[Target], None], *, restart: bool = False
+) -> Iterator[Target]:
+    """As `target_folder`, for each rank of a command: the first makes the folder, calls `begin`, and publishes; then
+    the others write files there, and journals of their own.
+    """
+    team, name = current_team(), "begin the target"
+    if team.rank == 0:
+        with target_folder(target, fingerprint, restart=restart) as made:
+            begin(made)
+            journal = made.journal
+            team.first(name, lambda: (made.folder, journal.save_id, journal.written, journal.crcs))
+            yield made
+        return
+    begun: Any = team.first(name, lambda: None)
+    folder, save_id, written, crcs = begun
+    storage = storage_at(folder)
+    if not storage.is_store and not storage.is_directory():
+        raise SaveError(
+            f"{folder}: the first rank has made it, and it is not there: all hosts must share this directory"
+        )
+    own = Journal() if storage.is_store else FileJournal(_journal_of(folder, team.rank))
+    with contextlib.closing(own):
+        own.save_id = save_id
+        if isinstance(own, FileJournal):
+            own.begin(fingerprint)
+        own.add(written, crcs)
+        yield Target(folder, storage, own, storage.publish)
+
+
+def _journal_of(folder: Path, rank: int = 0) -> Path:
+    return folder.with_name(f"{folder.name}.journal{f'.{rank}' if rank else ''}")
+
+
+def _other_journals(folder: Path) -> list[Path]:
+    """Journals that the other ranks of an interrupted run have left."""
+    return [path for path in folder.parent.glob(f"{glob.escape(folder.name)}.journal.*") if path.suffix[1:].isdecimal()]
+
+
 def begun_work(target: Path) -> dict[str, Any]:
     """The fingerprint, by its names, of the run that has begun a target and was interrupted. Raises `SaveError`."""
     with _begun(target) as journal:
-        return {} if journal is None or not journal.written else _by_name(journal.fingerprint)
+        is_begun = journal is not None and (journal.written or _other_journals(journal.path.with_suffix("")))
+        return _by_name(journal.fingerprint) if journal is not None and is_begun else {}
 
 
 @contextmanager
@@ -198,6 +249,8 @@ def remove_begun(target: Path, source: Path) -> None:
             f"{storage_at(source).location}, "
         ):
             shutil.rmtree(target.parent / f"{target.name}{PARTIAL}", ignore_errors=True)
+            for path in _other_journals(journal.path.with_suffix("")):
+                path.unlink(missing_ok=True)
             journal.remove()
 
 
@@ -226,12 +279,11 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
             storage_at(folder).sync()
             _appear(folder, own, target)
         except CheckpointError as error:
-            kept = (
-                bool(journal.written) and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
-            )
+            begun = bool(journal.written or _other_journals(folder))
+            kept = begun and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
             raise
         except BaseException as error:
-            kept = bool(journal.written)
+            kept = bool(journal.written or _other_journals(folder))
             if kept and isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(f"{folder} keeps what is done; the same command resumes it") from error
             raise
@@ -240,6 +292,8 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
                 if _is(folder, own):
                     shutil.rmtree(folder, ignore_errors=True)
                 if not folder.exists():
+                    for path in _other_journals(folder):
+                        path.unlink(missing_ok=True)
                     journal.remove()
 
 
@@ -335,9 +389,15 @@ def _open(target: Path, folder: Path, fingerprint: str, *, restart: bool) -> Fil
     try:
         _refuse_existing(target)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        journal = FileJournal(folder.with_name(f"{folder.name}.journal"))
+        journal = FileJournal(_journal_of(folder))
         try:
             _refuse_existing(target)
+            for path in _other_journals(folder):
+                with contextlib.closing(FileJournal(path)) as left:
+                    if (left.fingerprint, left.save_id) == (journal.fingerprint, journal.save_id):
+                        crcs = [(key, number, crc) for (key, number), crc in left.crcs.items()]
+                        journal.record(left.written.values(), crcs)
+                    left.remove()
             if journal.is_new and folder.is_dir() and any(folder.iterdir()):
                 raise OptionError(
                     f"{folder}: holds what no command of mcore-ckpt has left there; remove that, or choose another "

@@ -30,6 +30,7 @@ from numpy.lib.stride_tricks import as_strided
 from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, runs
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.format.index import CheckpointIndex, ChunkLookup, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.load.checks import range_crc
@@ -224,8 +225,10 @@ class PartSums:
 
     def totals(self) -> Iterator[tuple[str, int]]:
         """By `where` the CRC-32 of each payload, after what was not read of it is read, too; of one without a stored
-        CRC-32 only if all of it was read. Raises `ChecksumError` for damaged ones.
+        CRC-32 only if all of it was read. Raises `ChecksumError` for damaged ones. Of several ranks that have read
+        parts of a payload, or else expect it, one has it here.
         """
+        self._take_share()
         window = memoryview(bytearray(_WINDOW_BYTES if self._noted else 0))
         for where, (payload, parts) in self._noted.items():
             value = at = 0
@@ -243,6 +246,18 @@ class PartSums:
                 check_sum(payload, value)
                 yield where, value
         self._noted = {}
+
+    def _take_share(self) -> None:
+        team = current_team()
+        if team.size == 1:
+            return
+        noted, self._noted = self._noted, {}
+        of_ranks = team.run("join what was read", lambda: {where: parts for where, (_, parts) in noted.items()})
+        for where, (payload, _) in noted.items():
+            expecting = [rank for rank, of_rank in enumerate(of_ranks) if where in of_rank]
+            having = [rank for rank in expecting if of_ranks[rank][where]] or expecting
+            if having[crc32(where.encode()) % len(having)] == team.rank:
+                self._noted[where] = payload, [part for rank in having for part in of_ranks[rank][where]]
 
 
 class DerivedPayloads(StoredPayloads):

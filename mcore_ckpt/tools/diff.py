@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.iterations import refuse_incomplete
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, Removed, StoredChunk, TensorEntry
 from mcore_ckpt.format.item import element_bytes, verify_records
@@ -198,7 +199,10 @@ def payloads_fingerprint(
     index = payloads.index
     found: dict[str, TensorFingerprint] = {}
     unknown = [index.tensors[key] for key in keys if key not in index.fingerprints]
-    total = sum(math.prod(entry.shape) * element_bytes(entry.dtype) for entry in unknown)
+    total = sum(map(_bytes_of, unknown))
+
+    def nbytes(key: str) -> int:
+        return 0 if key in index.fingerprints else _bytes_of(index.tensors[key])
 
     with Progress("fingerprint", total, shown=progress) as bar:
 
@@ -213,8 +217,17 @@ def payloads_fingerprint(
                     bar.advance(math.prod(chunk.sizes) * element_bytes(entry.dtype))
             found[key] = TensorFingerprint(entry.dtype, shape, crc)
 
-        in_parallel(keys, take, workers)
+        def take_all(own: Sequence[str]) -> dict[str, TensorFingerprint]:
+            in_parallel(own, take, workers)
+            return found
+
+        for part in current_team().divide("take fingerprints", keys, nbytes, take_all, bar.counter):
+            found |= part
     return state_of({key: found[key] for key in keys})
+
+
+def _bytes_of(entry: TensorEntry) -> int:
+    return math.prod(entry.shape) * element_bytes(entry.dtype)
 
 
 def _part_of_chunk(payloads: StoredPayloads, entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...]) -> int:
@@ -414,7 +427,9 @@ def diff_checkpoints(
                 crcs = {key: (of_a[key].crc32, of_b[key].crc32) for key in comparable}
             elif values:
                 results, read_bytes = _compare_values(payloads_a, payloads_b, comparable, workers, progress)
-            differing = _differing_objects(payloads_a, payloads_b, objects)
+            compare = partial(_differing_objects, payloads_a, payloads_b)
+            parts = current_team().divide("compare the objects", objects, lambda _: 1, compare)
+            differing = [key for part in parts for key in part]
         common_values, not_compared = ([], ()) if only else _compare_common_states(left, right)
     within = {
         key
@@ -503,7 +518,13 @@ def _compare_values(
 ) -> tuple[dict[str, Difference], int]:
     """How the tensors under these keys differ, and how many bytes that took; slabs are compared in several threads."""
     entries = {key: (a.index.tensors[key], b.index.tensors[key]) for key in keys}
-    total = sum(math.prod(entry.shape) * element_bytes(entry.dtype) for pair in entries.values() for entry in pair)
+    total = sum(_bytes_of(entry) for pair in entries.values() for entry in pair)
+
+    def place(key: str) -> tuple[str, int]:
+        chunks = a.index.tensors[key].chunks
+        return (chunks[0].item.file, chunks[0].item.offset) if chunks else ("", 0)
+
+    by_file = sorted(keys, key=place)
     found = {key: Difference(0, 0, 0.0, 0.0, 0, 0, 0, x.dtype == y.dtype) for key, (x, y) in entries.items()}
     threads, lock = threading.local(), threading.Lock()
     with Progress("diff", total, shown=progress) as bar:
@@ -520,21 +541,23 @@ def _compare_values(
                 found[key] = _sum(found[key], part)
             bar.advance(len(left) + len(right))
 
-        in_parallel(_slabs(a.index, keys), compare_slab, workers)
-    # A damaged file is not another value. Where all bits are the same there is nothing to be mistaken about.
-    suspects = [(payloads, key) for key, value in found.items() if not value.identical for payloads in (a, b)]
-    in_parallel(suspects, lambda suspect: check_elements(suspect[0], suspect[0].index.tensors[suspect[1]]), workers)
+        def compare_all(own: Sequence[str]) -> dict[str, Difference]:
+            in_parallel(_slabs(a.index, own), compare_slab, workers)
+            # A damaged file is not another value. Where all bits are the same there is nothing to be mistaken about.
+            suspects = [(payloads, key) for key in own if not found[key].identical for payloads in (a, b)]
+            in_parallel(suspects, lambda one: check_elements(one[0], one[0].index.tensors[one[1]]), workers)
+            return {key: found[key] for key in own}
+
+        def nbytes(key: str) -> int:
+            return sum(map(_bytes_of, entries[key]))
+
+        for part in current_team().divide("compare the tensors", by_file, nbytes, compare_all, bar.counter):
+            found |= part
     return found, total
 
 
-def _slabs(index: CheckpointIndex, keys: list[str]) -> Iterator[tuple[str, Box]]:
-    """Slabs of tensors in the order of their files."""
-
-    def place(key: str) -> tuple[str, int]:
-        chunks = index.tensors[key].chunks
-        return (chunks[0].item.file, chunks[0].item.offset) if chunks else ("", 0)
-
-    for key in sorted(keys, key=place):
+def _slabs(index: CheckpointIndex, keys: Sequence[str]) -> Iterator[tuple[str, Box]]:
+    for key in keys:
         entry = index.tensors[key]
         for box in slabs(Box((0,) * len(entry.shape), entry.shape), element_bytes(entry.dtype), SLAB_BYTES):
             yield key, box

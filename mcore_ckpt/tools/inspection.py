@@ -21,6 +21,7 @@ from typing import Any, Literal
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path, local_path
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons
 from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredItem, TensorEntry
@@ -326,8 +327,12 @@ def summarize_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
 
 @contextlib.contextmanager
 def in_force(*directories: Path) -> Iterator[None]:
-    """Raises `LoadError` behind the block, whatever came of it, if a save has replaced one of the checkpoints."""
+    """Raises `LoadError` behind the block, whatever came of it, if a save has replaced one of the checkpoints; and
+    before it, if the ranks of a command see different ones. (Each host may number a file by itself.)
+    """
     versions = [index_version(directory) for directory in directories]
+    seen = [None if version is None else version[1:] for version in versions]
+    current_team().same(f"open {', '.join(map(str, directories))}", seen)
     try:
         yield
     finally:

@@ -27,6 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -37,8 +38,10 @@ from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     LoadError,
     OptionError,
+    without_tracebacks,
 )
 from mcore_ckpt.core.options import PARTIAL, checkpoint_path
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.copying import OF_THIS_PACKAGE, CheckpointFiles, copy_and_commit, files_of, refuse_others
 from mcore_ckpt.directory.in_force import RELEASE, index_files, is_checkpoint_name, iteration_of, tracked_name
 from mcore_ckpt.directory.iterations import (
@@ -306,7 +309,8 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     with reads.in_use(METADATA_FILE):
         sent = copy_and_commit(given, taken, accepts=accepts, check=check)
     assert sent is not None
-    places.finish()
+    if current_team().rank == 0:
+        places.finish()
     return CopyReport(
         str(given),
         str(taken),
@@ -322,13 +326,15 @@ def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:
     """Raise `LoadError` if a file is not what the index says; also in folders that hold checkpoints of their own."""
     reads = storage_at(given)
     try:
-        check_data_files(reads, found.index, found.data)
+        check = partial(check_data_files, reads, found.index)
+        current_team().divide("check the source", found.data, reads.size, check)
         if gap := next(structure_flaws(found.index, megatron=found.common is not None), None):
             raise CorruptCheckpointError(gap.message)
         refuse_incomplete(given, found.index, [found.common] if found.common else [])
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        said = without_tracebacks(str(error))
         raise CorruptCheckpointError(
-            f"the checkpoint that is to be copied is damaged, and nothing is copied: {error} (mcore-ckpt repair "
+            f"the checkpoint that is to be copied is damaged, and nothing is copied: {said} (mcore-ckpt repair "
             f"{shlex.quote(str(given))} --from COPY)"
         ) from error
     if found.common is not None:

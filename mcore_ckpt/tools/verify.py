@@ -23,7 +23,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
+from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.copying import JudgedFiles, copy_file, file_on_its_way
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
@@ -53,6 +54,7 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.checks import (
     ItemCheck,
     ItemChecker,
+    Items,
     Problem,
     check_data_files,
     check_file,
@@ -64,6 +66,7 @@ from mcore_ckpt.load.checks import (
     spans_of,
     table_problems,
 )
+from mcore_ckpt.load.ranges import Span
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, in_force
@@ -181,22 +184,27 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
     common, common_problems = _common_state(directory, index, storage, names, megatron)
     readable, file_problems = _items_in_files(index, storage, common)
     problems += common_problems + file_problems
-    problems += _footer_problems(index, storage)
-    checker = ItemChecker(storage)
+    team, files = current_team(), items_by_file(index)
+    footers = partial(_footer_problems, index, files, storage)
+    for found in team.divide("read the footers", sorted(files), lambda _: 1, footers):
+        problems += found
     spans = list(spans_of(readable))
-    with Progress("verify", sum(span.stop - span.start for span in spans), shown=progress) as bar:
-        checker.run(spans, workers, bar.advance)
+    with Progress("verify", sum(map(_bytes_of, spans)), shown=progress) as bar:
+        check = partial(ItemChecker(storage).run, workers=workers, advance=bar.advance)
+        checked = team.divide("compare the checksums", spans, _bytes_of, check, bar.counter)
     order = {check.where: n for n, check in enumerate(readable)}
-    checker.problems.sort(key=lambda found: order.get(found[0], len(order)))
+    of_items = [one for part in checked for one in part.problems]
+    of_items.sort(key=lambda found: order.get(found[0], len(order)))
+    refused = {name: key for part in reversed(checked) for name, key in part.refused.items()}
     return VerifyReport(
         path=str(directory),
-        problems=(*problems, *(problem for _, problem in checker.problems)),
-        items=checker.items,
-        records=checker.records,
-        read_bytes=checker.read_bytes,
+        problems=(*problems, *(problem for _, problem in of_items)),
+        items=sum(part.items for part in checked),
+        records=sum(part.records for part in checked),
+        read_bytes=sum(part.read_bytes for part in checked),
         seconds=time.monotonic() - started,
-        unchecked=checker.unchecked,
-        refused=dict(sorted(checker.refused.items())),
+        unchecked=sum(part.unchecked for part in checked),
+        refused=dict(sorted(refused.items())),
         removed=index.removed,
     )
 
@@ -215,13 +223,18 @@ def _verify_optimizer(report: VerifyReport, progress: bool | None) -> VerifyRepo
         weight = index.tensors.get(found.group("key")) if found else None
         if weight is not None and weight.shape == main.shape and main.dtype == "float32" and weight.dtype in _ROUNDED:
             pairs.append((main, weight))
-    total = sum(math.prod(main.shape) * (4 + element_bytes(weight.dtype)) for main, weight in pairs)
-    problems = []
+
+    def nbytes(pair: tuple[TensorEntry, TensorEntry]) -> int:
+        return math.prod(pair[0].shape) * (4 + element_bytes(pair[1].dtype))
+
+    total = sum(map(nbytes, pairs))
     with Progress("optimizer", total, shown=progress) as bar, StoredPayloads(index) as payloads:
-        for main, weight in pairs:
-            message = _other_elements(payloads, main, weight, bar)
-            if message:
-                problems.append(Problem("optimizer", message, fqn=main.fqn))
+
+        def compare(own: Sequence[tuple[TensorEntry, TensorEntry]]) -> list[tuple[str, str]]:
+            return [(main.fqn, _other_elements(payloads, main, weight, bar)) for main, weight in own]
+
+        compared = current_team().divide("compare the optimizer", pairs, nbytes, compare, bar.counter)
+    problems = [Problem("optimizer", message, fqn=fqn) for part in compared for fqn, message in part if message]
     return replace(
         report,
         problems=(*report.problems, *problems),
@@ -303,21 +316,28 @@ def _items_in_files(
     return readable, problems
 
 
-def _footer_problems(index: CheckpointIndex, storage: Storage) -> Iterator[Problem]:
+def _bytes_of(span: Span) -> int:
+    return span.stop - span.start
+
+
+def _footer_problems(
+    index: CheckpointIndex, items: Mapping[str, Items], storage: Storage, names: Sequence[str]
+) -> list[Problem]:
     """What data files say of themselves, compared with `.metadata`: save, name, size, and each item's description."""
-    items = items_by_file(index)
-    for name in sorted(items):
+    found = []
+    for name in names:
         try:
             with storage.open_reader(name) as reader:
                 footer = checked_footer(index, name, reader)
                 table = None if footer is None else read_table(reader, footer)
         except CorruptCheckpointError as error:
-            yield Problem("file", str(error), file=name)
+            found.append(Problem("file", str(error), file=name))
             continue
         except LoadError:
             continue  # missing, which has been told
-        for message in () if table is None else table_problems(items[name], table):
-            yield Problem("structure", f"{storage}/{name}: {message}", file=name)
+        said = () if table is None else table_problems(items[name], table)
+        found += [Problem("structure", f"{storage}/{name}: {message}", file=name) for message in said]
+    return found
 
 
 # --- repair
@@ -348,12 +368,30 @@ def repair_checkpoint(
         LoadError: another save has replaced the copy meanwhile.
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
-    copy = checkpoint_directory(other)
-    damaged = _Damaged(checkpoint_path(report.path), copy, dry_run=dry_run)
-    try:
+    copy, directory, team = checkpoint_directory(other), checkpoint_path(report.path), current_team()
+    damaged = _Damaged(directory, copy, dry_run=dry_run) if team.rank == 0 else None
+
+    def repair() -> tuple[VerifyReport, list[str]]:
+        assert damaged is not None
         return _repair(report, damaged, copy, progress)
+
+    try:
+        found, repaired = team.first("repair", repair)
+        if dry_run:
+            left = [problem for problem in found.problems if problem.file not in repaired]
+            return replace(found, would_repair=tuple(repaired), unmatched=tuple(left))
+        again = verify_checkpoint(directory, progress=progress)
+        if damaged is not None:
+            damaged.check_held()  # otherwise it was another save's checkpoint that was verified
+        still_wrong = {problem.file for problem in again.problems}
+        return replace(
+            again,
+            repaired=tuple(name for name in repaired if name not in still_wrong),
+            unmatched=again.problems,
+        )
     finally:
-        damaged.end()
+        if damaged is not None:
+            damaged.end()
 
 
 class _Damaged:
@@ -408,7 +446,10 @@ class _Damaged:
             raise
 
 
-def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyReport:
+def _repair(
+    report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool | None
+) -> tuple[VerifyReport, list[str]]:
+    """What is wrong, and the names of the files that were put back (in a dry run: could be)."""
     directory, found = damaged.path, report
     repaired: list[str] = []
     good_index = read_index(copy)
@@ -431,17 +472,7 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
                 if _put_back(name, damaged, index):
                     repaired.append(name)
                 bar.advance(there[name].size_bytes if name in there else 0)
-    if damaged.dry_run:
-        left = [problem for problem in found.problems if problem.file not in repaired]
-        return replace(found, would_repair=tuple(repaired), unmatched=tuple(left))
-    again = verify_checkpoint(directory, progress=progress)
-    damaged.check_held()  # otherwise it was another save's checkpoint that was verified
-    still_wrong = {problem.file for problem in again.problems}
-    return replace(
-        again,
-        repaired=tuple(name for name in repaired if name not in still_wrong),
-        unmatched=again.problems,
-    )
+    return found, repaired
 
 
 def _put_back(name: str, damaged: _Damaged, index: CheckpointIndex) -> bool:

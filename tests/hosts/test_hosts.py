@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.hosts.hosts import ROOT, Host, missing_reason, running_hosts, torchrun
+from tests.support.local_files import flip
+from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.state_compare import differing, read_state
 
 pytestmark = [
@@ -70,6 +73,34 @@ def test_two_hosts_save_and_load_together(tmp_path: Path) -> None:
     for name in ("sync", "async"):
         assert verify_checkpoint(shared / name).whole
         assert differing(read_state(shared / f"{name}-loaded"), read_state(shared / f"{name}-saved")) == []
+
+
+def test_two_hosts_run_one_command_together(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    source, target = shared / "ckpt", shared / "tp4"
+    write_model(source)
+    damaged = shutil.copytree(source, shared / "damaged")
+    flip(damaged / "__1_1.distcp", 40_000)
+    lines = {
+        "verify": ["verify", source],
+        "reshard": ["reshard", source, target, "--tp", "4", "--workers", "4"],
+        "diff": ["diff", source, target],
+        "damaged": ["reshard", damaged, shared / "none", "--tp", "4"],
+    }
+    with running_hosts(2, shared) as hosts:
+        for name, words in lines.items():
+            script = ["-m", "mcore_ckpt", *map(str, words)]
+            processes = torchrun(hosts, 2, script, shared / name, {"PYTHONPATH": str(ROOT)})
+            _wait_for(lambda started=processes: all(one.poll() is not None for one in started), shared / name)
+            assert [process.returncode for process in processes] == [int(name == "damaged")] * 2, _logs(shared / name)
+    said = {name: [(shared / name / f"host-{n}.log").read_text() for n in range(2)] for name in lines}
+    for name, words in (("verify", "valid: 127 items"), ("reshard", "TP 4 PP 1 EP 1"), ("diff", "identical: 60 of 60")):
+        assert [text.count(words) for text in said[name]] == [1, 0]
+    for text in said["damaged"]:
+        assert re.search(r"could not write the files: rank \d of 4", text)
+    assert not list(shared.glob("none*"))
+    assert verify_checkpoint(target).whole
+    assert_same(read_all(target), model_tensors())
 
 
 @pytest.mark.slow

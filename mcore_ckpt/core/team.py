@@ -1,0 +1,235 @@
+"""Processes that run one command together, on one host or several; a command alone is a team of one, without torch.
+
+The launcher says who they are: `torchrun` and Kubernetes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, `srun` by
+SLURM_PROCID and its kin. They meet over gloo (`core.ranks`). All of them plan the same work; each does its `share`,
+gives its part of the result to all (`run`), and raises the first error of any. The first rank alone does what cannot be
+divided (`first`), prints, and publishes.
+
+What takes long is done on a thread, while the main one exchanges with the others, each half second, whether all still
+work and how far they are. So a rank that ends or fails stops all of them soon.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.process import Outcome
+
+if TYPE_CHECKING:
+    from mcore_ckpt.core.ranks import RankGroup
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+# So much later the others may start; and come to an exchange, before which the first rank may do something by itself.
+_MEETS_WITHIN: Final = timedelta(minutes=10)
+_COMES_WITHIN: Final = timedelta(minutes=30)
+_TELLS_EACH_S: Final = 0.5
+_STOPS_WITHIN_S: Final = 60.0
+_ENDS_BY: Final = SaveError  # of what is no error of our tree, as that contact is lost: what is done of a target stays
+
+
+class _StoppedError(Exception):
+    """Another rank has ended or failed, of which the next exchange tells."""
+
+
+class Counter:
+    """Bytes that this rank has done, for any thread; and that all have, as far as they have told."""
+
+    def __init__(self) -> None:
+        self.own_bytes = self.all_bytes = 0
+        self.is_stopped = False
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """`nbytes` more are done. Raises if another rank has ended or failed."""
+        if self.is_stopped:
+            raise _StoppedError
+        with self._lock:
+            self.own_bytes += nbytes
+
+
+class Team:
+    """`rank` is this process's number, `size` how many there are. Exchanges are for the main thread; all ranks come to
+    the same ones in the same order. Of an error the exchange names the rank, and all raise it.
+    """
+
+    def __init__(self, group: RankGroup | None = None) -> None:
+        self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
+        self._group = group
+
+    def run(self, what: str, fn: Callable[[], T]) -> list[T]:
+        """Call `fn` on every rank and give every rank the values of all, by rank. `what`: the step in words."""
+        return [fn()] if self._group is None else self._group.run(what, fn, wrap=_ENDS_BY)
+
+    def each(self, what: str, fn: Callable[[], T]) -> T:
+        """As `run`, but each rank gets its own value, which does not travel."""
+        return fn() if self._group is None else self._group.each(what, fn, wrap=_ENDS_BY)
+
+    def work(self, what: str, fn: Callable[[], T], counter: Counter | None = None) -> list[T]:
+        """As `run`, of what takes long, and makes no exchange itself. `counter`: what `fn` counts on, which ends it
+        when another rank has ended or failed.
+        """
+        if self._group is None:
+            return [fn()]
+        counter = counter or Counter()
+        outcomes: list[Outcome[T]] = []
+        thread = threading.Thread(target=lambda: outcomes.append(Outcome.of(fn)), name="mcore_ckpt-share", daemon=True)
+
+        def state() -> list[int]:
+            return [not outcomes, any(outcome.error is not None for outcome in outcomes), counter.own_bytes]
+
+        def value() -> T:
+            if isinstance(outcomes[0].error, _StoppedError):
+                return None  # type: ignore[return-value]  # the rank that has failed raises for all
+            return outcomes[0].value()
+
+        thread.start()
+        try:
+            all_at_work: list[int] = [1]
+            while all_at_work[0]:
+                thread.join(_TELLS_EACH_S)
+                all_at_work = self._group.run_merged(what, state, _sums, list, wrap=_ENDS_BY, name=f"work on: {what}")
+                counter.is_stopped |= all_at_work[1] > 0
+                counter.all_bytes = all_at_work[2]
+        except BaseException:
+            counter.is_stopped = True
+            thread.join(_STOPS_WITHIN_S)
+            raise
+        return self.run(what, value)
+
+    def first(self, what: str, fn: Callable[[], T]) -> T:
+        """Call `fn` on the first rank, where it is a command alone, and give every rank its value."""
+        value: T = self.work(what, fn if self.rank == 0 else lambda: None)[0]  # type: ignore[assignment]
+        return value
+
+    def divide(
+        self,
+        what: str,
+        items: Sequence[S],
+        size: Callable[[S], int],
+        fn: Callable[[Sequence[S]], T],
+        counter: Counter | None = None,
+    ) -> list[T]:
+        """As `work`, where `fn` gets what is this rank's of items that all ranks have in the same order: a range, by
+        bytes. Raises `LoadError` where they do not have the same, so that nothing is left out.
+        """
+        if self.size > 1:
+            self.same(what, crc32(array("q", map(size, items)).tobytes()))
+        return self.work(what, partial(fn, share(items, size, self.rank, self.size)), counter)
+
+    def same(self, what: str, value: object) -> None:
+        """Raise `LoadError` unless all ranks have this value."""
+        found = self.run(what, lambda: value)
+        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if other is not None:
+            raise LoadError(
+                f"could not {what}: rank 0 and rank {other} of {self.size} do not see the same files: another program "
+                "has changed them meanwhile, or this is not the same directory on all hosts"
+            )
+
+
+def _sums(one: list[int], other: list[int]) -> list[int]:
+    return [*map(operator.add, one, other)]
+
+
+def share(items: Sequence[S], size: Callable[[S], int], rank: int, ranks: int) -> Sequence[S]:
+    """The range of items that a rank gets, so that all get about as many bytes."""
+    if ranks == 1:
+        return items
+    total, done, own = max(1, sum(map(size, items))), 0, []
+    for item in items:
+        nbytes = size(item)
+        if min(ranks - 1, (2 * done + nbytes) * ranks // (2 * total)) == rank:
+            own.append(item)
+        done += nbytes
+    return own
+
+
+ALONE: Final = Team()
+_team: ContextVar[Team] = ContextVar("_team", default=ALONE)
+
+
+def current_team() -> Team:
+    """The team that runs this command; `ALONE` in any other program, and on any thread but a command's main one."""
+    return _team.get()
+
+
+@contextmanager
+def team_of_launcher() -> Iterator[Team]:
+    """Meet the other processes that a launcher has started for this command; within the block they are the current
+    team. Raises `OptionError` and `CheckpointError` where they cannot meet.
+    """
+    rank, size = _place()
+    loaded = sys.modules.get("torch.distributed")
+    if size == 1 or (loaded is not None and loaded.is_available() and loaded.is_initialized()):  # in a job's process
+        yield ALONE
+        return
+    try:
+        import torch.distributed as dist
+
+        from mcore_ckpt.core.ranks import RankGroup
+    except ImportError as error:
+        raise OptionError(f"a command of {size} processes needs torch, which cannot be imported: {error}") from error
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=_MEETS_WITHIN)))
+        store = dist.PrefixStore("mcore_ckpt", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_MEETS_WITHIN)
+        group = RankGroup(dist.new_group(backend="gloo", timeout=_COMES_WITHIN))
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise CheckpointError(
+            f"rank {rank} of {size} has not met the others at {where}: {error}. Start all {size} processes of the "
+            "command; to run it alone, from within a job, unset WORLD_SIZE"
+        ) from error
+    team = Team(group)
+    token = _team.set(team)
+    try:
+        yield team
+    finally:
+        _team.reset(token)
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _place() -> tuple[int, int]:
+    """Rank and number of the processes that a launcher has started; sets what torch needs to know where `srun` did."""
+    known = os.environ
+    names = ("RANK", "WORLD_SIZE")
+    # A batch script has the numbers of its first task, and is none: it runs in no step.
+    if "WORLD_SIZE" not in known and ("SLURM_STEP_ID" in known or "SLURM_JOB_ID" not in known):
+        names = ("SLURM_PROCID", "SLURM_NTASKS")
+    rank, size = (known.get(name, default) for name, default in zip(names, ("0", "1"), strict=True))
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise OptionError(f"{names[0]}={rank}, {names[1]}={size}: expected the number of a process, below how many are")
+    if int(size) == 1:
+        return 0, 1
+    if names[0] != "RANK":
+        step = f"{known.get('SLURM_JOB_ID')}.{known.get('SLURM_STEP_ID')}"
+        hosts = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_JOB_NODELIST", "")
+        known.setdefault("MASTER_ADDR", _first_host(hosts))
+        known.setdefault("MASTER_PORT", str(20000 + crc32(step.encode()) % 10000))
+    if not known.get("MASTER_ADDR") or not known.get("MASTER_PORT"):
+        raise OptionError(
+            f"{names[1]}={size}, without MASTER_ADDR or MASTER_PORT: set them to the host of rank 0 and a free port "
+            f"there, or unset {names[1]} to run the command alone"
+        )
+    return int(rank), int(size)
+
+
+def _first_host(hosts: str) -> str:
+    """The first of a list of hosts as Slurm shortens it: `node[03-07,9],other`."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts, count=1).partition(",")[0]
