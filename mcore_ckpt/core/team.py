@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import threading
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.process import Outcome
 
@@ -35,6 +35,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 # So much later the others may start; and come to an exchange, before which the first rank may do something by itself.
+_WAITS_SILENTLY_S: Final = 20.0
 _MEETS_WITHIN: Final = timedelta(minutes=10)
 _COMES_WITHIN: Final = timedelta(minutes=30)
 _TELLS_EACH_S: Final = 0.5
@@ -128,7 +129,7 @@ class Team:
         bytes. Raises `LoadError` where they do not have the same, so that nothing is left out.
         """
         if self.size > 1:
-            self.same(what, crc32(array("q", map(size, items)).tobytes()))
+            self.same(what, zlib.crc32(array("q", map(size, items)).tobytes()))
         return self.work(what, partial(fn, share(items, size, self.rank, self.size)), counter)
 
     def same(self, what: str, value: object) -> None:
@@ -184,17 +185,21 @@ def team_of_launcher() -> Iterator[Team]:
         from mcore_ckpt.core.ranks import RankGroup
     except ImportError as error:
         raise OptionError(f"a command of {size} processes needs torch, which cannot be imported: {error}") from error
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    how = "start all of them; `env -u WORLD_SIZE -u SLURM_STEP_ID mcore-ckpt ...` runs alone, from within a job, too"
+    waits = f"mcore-ckpt: rank {rank} of {size} waits for the others at {where}: {how}"
+    timer = threading.Timer(_WAITS_SILENTLY_S, print, (waits,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=_MEETS_WITHIN)))
         store = dist.PrefixStore("mcore_ckpt", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_MEETS_WITHIN)
         group = RankGroup(dist.new_group(backend="gloo", timeout=_COMES_WITHIN))
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise CheckpointError(
-            f"rank {rank} of {size} has not met the others at {where}: {error}. Start all {size} processes of the "
-            "command; to run it alone, from within a job, unset WORLD_SIZE"
-        ) from error
+        raise CheckpointError(f"rank {rank} of {size} has not met the others at {where}: {error}; {how}") from error
+    finally:
+        timer.cancel()
     team = Team(group)
     token = _team.set(team)
     try:
@@ -221,7 +226,7 @@ def _place() -> tuple[int, int]:
         step = f"{known.get('SLURM_JOB_ID')}.{known.get('SLURM_STEP_ID')}"
         hosts = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_JOB_NODELIST", "")
         known.setdefault("MASTER_ADDR", _first_host(hosts))
-        known.setdefault("MASTER_PORT", str(20000 + crc32(step.encode()) % 10000))
+        known.setdefault("MASTER_PORT", str(20000 + zlib.crc32(step.encode()) % 10000))
     if not known.get("MASTER_ADDR") or not known.get("MASTER_PORT"):
         raise OptionError(
             f"{names[1]}={size}, without MASTER_ADDR or MASTER_PORT: set them to the host of rank 0 and a free port "
