@@ -253,6 +253,7 @@ _LAUNCH_DEFAULTS: Mapping[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
+    "mtp_num_layers": None,
     "multi_latent_attention": False,
     "q_lora_rank": None,
     "kv_lora_rank": 32,

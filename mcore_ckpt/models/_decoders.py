@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt.models._rules import rules
 from mcore_ckpt.models._settings import Setting, if_any, layer_count, negated, number
-from mcore_ckpt.models._table import Family, Part, Row
+from mcore_ckpt.models._table import PREDICTING, Family, Part, Row
 
 _HERE, _THERE = "decoder.layers.{layer}.", "model.layers.{layer}."
 EXPERTS = "mlp.experts.experts.{expert}."
@@ -112,6 +112,30 @@ def gated_experts(block: str, *names: str) -> tuple[Row, ...]:
         EXPERT_NORM,
         in_layer("mlp.router.weight", f"{block}.gate.weight [experts, hidden]", when="expert layer"),
         *gated(EXPERTS, f"{block}.experts.{{expert}}.", "expert ffn", "expert layer", *names),
+    )
+
+
+def predicting(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows, and those of layers behind the last one, which predict further tokens as DeepSeek-V3's do: each is as a
+    layer of the decoder, and has copies of embedding and output layer.
+    """
+    layer = f"{PREDICTING}transformer_layer."
+    own = (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm"))
+    return (
+        *rows,
+        *(row(f"{PREDICTING}{name}.weight", f"{_THERE}{there}.weight [hidden]") for name, there in own),
+        row(f"{PREDICTING}eh_proj.weight", f"{_THERE}eh_proj.weight [hidden, embedding and hidden]"),
+        row("embedding.word_embeddings.weight", f"{_THERE}embed_tokens.weight [vocab, hidden]", how="copy"),
+        row("output_layer.weight", f"{_THERE}shared_head.head.weight [vocab, hidden]", how="copy", when="untied"),
+        *(
+            replace(
+                one,
+                megatron=one.megatron.replace(_HERE, layer),
+                engine=one.engine and one.engine.replace(_HERE, layer),
+            )
+            for one in rows
+            if one.megatron.startswith(_HERE)
+        ),
     )
 
 

@@ -61,6 +61,7 @@ from mcore_ckpt.models._decoders import (
     gated,
     gated_experts,
     in_layer,
+    predicting,
     row,
     with_bias,
 )
@@ -462,7 +463,7 @@ DEEPSEEK_V3 = Family(
     name="deepseek-v3",
     architecture="DeepseekV3ForCausalLM",
     others=("kimi_k2",),
-    rows=_V3_ROWS,
+    rows=predicting(_V3_ROWS),
     loaded=as_loaded(_V3_ROWS),
     defaults={
         **_DEEPSEEK_DEFAULTS,
@@ -480,9 +481,7 @@ DEEPSEEK_V3 = Family(
     constants=_DEEPSEEK_CONSTANTS,
     traits=f"{_DEEPSEEK_TRAITS} sigmoid",
     settings=_DEEPSEEK_SETTINGS,
-    rules=(*_DEEPSEEK_RULES, *rules("sigmoids")),
-    # Layers behind the last one predict further tokens; transformers loads the model without them.
-    derived=(r"^model\.layers\.{layers}\.",),
+    rules=(*_DEEPSEEK_RULES, *rules("sigmoids", "multi-token prediction")),
 )
 
 

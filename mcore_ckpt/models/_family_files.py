@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models import _decoders as decoders
-from mcore_ckpt.models._rules import rules
+from mcore_ckpt.models._rules import RULES, rules
 from mcore_ckpt.models._settings import Setting, count, flag, if_any, layer_count, negated, number
 from mcore_ckpt.models._table import TRANSFORMS, Family, Row, Rule
 
@@ -45,7 +45,10 @@ GROUPS: Mapping[str, _Group] = {
     "sigmoids": _Group((decoders.ROUTER_BIAS,), (decoders.ROUTED_EXPERTS,), rules("scaled weights", "sigmoids")),
     **{
         name: _Group(rules=rules(name))
-        for name in ("rotary", "partly rotary", "layers without positions", "window", "first dense layers")
+        for name in (
+            *("rotary", "partly rotary", "layers without positions", "window", "first dense layers"),
+            "multi-token prediction",
+        )
     },
 }
 """What a file names in `groups`. What depends on others stands behind them."""
@@ -117,6 +120,9 @@ def _family(table: Any, where: str) -> Family:
         rows[row.megatron] = [other for other in own if other.megatron == row.megatron]
     settings += [_setting(row, f"{where}: settings[{number}]") for number, row in enumerate(found.get("settings", ()))]
     everything = tuple(row for several in rows.values() for row in several)
+    loaded = decoders.as_loaded(everything) if any("{expert}" in name for name in rows) else ()
+    if RULES["multi-token prediction"] in applied:
+        everything = decoders.predicting(everything)
     defaults = {**decoders.DECODER_DEFAULTS, **found.get("defaults", {})}
     _check(everything, settings, where)
     for name, values in found.get("allowed", {}).items():
@@ -126,7 +132,7 @@ def _family(table: Any, where: str) -> Family:
         name=found["name"],
         architecture=found["architecture"],
         rows=everything,
-        loaded=decoders.as_loaded(everything) if any("{expert}" in name for name in rows) else (),
+        loaded=loaded,
         settings=tuple(settings),
         rules=tuple(applied),
         defaults=defaults,

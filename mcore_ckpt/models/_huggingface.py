@@ -54,7 +54,7 @@ from mcore_ckpt.models._foreign import (
     some,
 )
 from mcore_ckpt.models._settings import count
-from mcore_ckpt.models._table import Family, Link, Model, Naming, Relation, relate
+from mcore_ckpt.models._table import PREDICTING, PREDICTING_LAYERS, Family, Link, Model, Naming, Relation, relate
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, arguments_of, in_dtype
 from mcore_ckpt.reshard.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.partition import (
@@ -87,10 +87,11 @@ _COMPANIONS = (
 _TEMPLATES = "additional_chat_templates"
 # What a configuration says of weights that an export does not have, and why.
 _NOT_WRITTEN: Mapping[str, str] = {
-    "num_nextn_predict_layers": "no layers that predict further tokens are written",
+    **dict.fromkeys(PREDICTING_LAYERS, "no layers that predict further tokens are written"),
     TRANSFORMERS_FILE: "the weights have their usual names",
     "quantization_config": "the weights are plain",
 }
+_PREDICTING, _JOINED = PREDICTING.partition("{")[0], ".eh_proj.weight"
 # Any of which makes a directory one that `AutoTokenizer.from_pretrained` can load a tokenizer from.
 _TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 
@@ -137,6 +138,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions, derived: Stored
     ]
     prefix = prefix_of(keys) or ""
     names = {key.removeprefix(prefix): key for key in keys}
+    predicting = [name for name in names if name.startswith(_PREDICTING)]
     embedding = index.tensors.get(prefix + EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or len(names) != len(keys):
         raise OptionError(
@@ -144,7 +146,12 @@ def export_model(index: CheckpointIndex, options: ExportOptions, derived: Stored
             "lists what there is"
         )
     padded = embedding.shape[0]
-    asked = _asked_for(index, options, arguments, padded, notes)
+    left_out = []
+    if predicting and not options.mtp:
+        names = {name: key for name, key in names.items() if name not in predicting}
+        arguments["mtp_num_layers"] = None
+        left_out.append(f"{len(predicting)} tensors of layers that predict further tokens (--no-mtp)")
+    asked = _asked_for(index, options, arguments, padded, notes, predicts=bool(predicting and options.mtp))
     family, config, where = asked.family, asked.config, asked.where
     model = family.model(config)
     _refuse_too_many(model, index, where)
@@ -158,6 +165,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions, derived: Stored
     )
     parts = _by_hf_key(relation, names)
     views = {key: TensorView(shape, tuple(parts[key])) for key, shape in relation.hf.items()}
+    views |= {copy: views[key] for copy, key in relation.copies.items()}
     optimizer = sum(map(is_optimizer_key, (*index.tensors, *index.objects)))
     payloads = in_dtype(ViewPayloads(derived or StoredPayloads(index), views), options.dtype)
     entries = payloads.index.tensors
@@ -173,7 +181,11 @@ def export_model(index: CheckpointIndex, options: ExportOptions, derived: Stored
             config=config,
             arguments=arguments,
             notes=tuple(notes),
-            left_out=(*([f"{optimizer} keys of the optimizer's state"] * (optimizer > 0)), *asked.left_out),
+            left_out=(
+                *([f"{optimizer} keys of the optimizer's state"] * (optimizer > 0)),
+                *left_out,
+                *asked.left_out,
+            ),
         ),
         carry=lambda target: _write_model_files(target, config, tensors, asked.companions),
         carried=(*asked.companions, CONFIG, _GENERATION_CONFIG),
@@ -191,12 +203,20 @@ class _AskedFor(NamedTuple):
 
 
 def _asked_for(
-    index: CheckpointIndex, options: ExportOptions, arguments: Mapping[str, Any], padded: int, notes: list[str]
+    index: CheckpointIndex,
+    options: ExportOptions,
+    arguments: Mapping[str, Any],
+    padded: int,
+    notes: list[str],
+    *,
+    predicts: bool,
 ) -> _AskedFor:
-    """The model of the given configuration, or of the stored arguments; `notes` gets what they leave open."""
+    """The model of the given configuration, or of the stored arguments; `notes` gets what they leave open. `predicts`:
+    layers that predict further tokens are written.
+    """
     companions, left_out = dict[str, bytes](), list[str]()
     if options.hf_config is not None:
-        config, companions, left_out = _original(checkpoint_path(options.hf_config))
+        config, companions, left_out = _original(checkpoint_path(options.hf_config), predicts)
         where = str(checkpoint_path(options.hf_config) / CONFIG)
         family = family_of_config(config, where, options.arch)
         said = family.model(config).sizes["vocab"]
@@ -252,7 +272,10 @@ def _by_hf_key(relation: Relation, names: Mapping[str, str]) -> dict[str, list[P
 def _relation_of(index: CheckpointIndex, keys: Iterable[str], family: Family, model: Model, padded: int) -> Relation:
     """The family's table under the names that a checkpoint has, as its keys tell."""
     found = set(keys)
-    layers, experts = map(layer_of, found), map(expert_of, found)
+    # Layers that predict have numbers always.
+    layers, experts = (
+        map(of, (key for key in found if not key.startswith(_PREDICTING))) for of in (layer_of, expert_of)
+    )
     naming = Naming(
         stacked_layers=not any(layer is not None and layer.number is not None for layer in layers),
         stacked_experts=not any(expert is not None and expert.number is not None for expert in experts),
@@ -300,12 +323,13 @@ def _compare_tensors(
             )
 
 
-def _original(directory: Path) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
+def _original(directory: Path, predicts: bool) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
     """The configuration of the model that an export is to be like, without entries that are untrue of the written
     weights; files that go along; what does not.
     """
     config, storage = read_config(directory), storage_at(directory, follow_links=True)
-    left_out = [f"{name} of {CONFIG} ({why})" for name, why in _NOT_WRITTEN.items() if config.pop(name, None)]
+    untrue = {name: why for name, why in _NOT_WRITTEN.items() if not (predicts and name in PREDICTING_LAYERS)}
+    left_out = [f"{name} of {CONFIG} ({why})" for name, why in untrue.items() if config.pop(name, None)]
     templates = storage_at(directory / _TEMPLATES)
     names = [*storage.list(), *(f"{_TEMPLATES}/{name}" for name in templates.list())]
     regular = {f"{_TEMPLATES}/{name}" for name in (templates.sizes() if templates.is_directory() else ())}
@@ -378,7 +402,14 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
     config = read_config(model_directory)
     where = str(model_directory / CONFIG)
     family = family_of_config(config, where, options.arch).of_keys(stored.index.tensors)
-    model = family.model(config)
+    model, absent = family.model(config), []
+    if model.predicting:
+        behind = f".layers.{model.layers}."
+        if not any(behind in f".{key}" for key in stored.index.tensors):
+            absent = [f"{model.predicting} layers that predict further tokens (not in the files of {directory})"]
+        if absent or not options.mtp:
+            config |= {name: 0 for name in PREDICTING_LAYERS if name in config}
+            model = family.model(config)
     _refuse_too_many(model, stored.index, where)
     arguments = family.arguments(config)
     # With a list of the layers that have experts Megatron asks for numbered ones, also where all are alike.
@@ -404,7 +435,7 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
         "transformer_impl": options.transformer_impl,
         **layout.arguments,
     }
-    left_out += [*optimizer.left_out, *opened.left_out]
+    left_out += [*absent, *optimizer.left_out, *opened.left_out]
     launched, more, notes = launch_state(optimizer, Training(), arguments, options.global_batch_size)
 
     def common(dtypes: set[str]) -> bytes:
@@ -446,7 +477,7 @@ def _matched(
     """
     payloads, transposed = plain_payloads(stored, config, options.dtype)
     index = payloads.index
-    names, left_out, copies = _known_names(index, family, relation, model)
+    names, left_out, copies = _known_names(index, family, relation, model, options)
     _compare_tensors(
         {name: index.tensors[key].shape for name, key in names.items()},
         {
@@ -462,9 +493,9 @@ def _matched(
                 f"{index.path}: {key} is stored as {index.tensors[key].dtype}, without factors for its blocks "
                 f"({key}{_SCALE}): expected those, or a floating-point dtype of at least 16 bits. Fetch the files again"
             )
-    embedding = next(names[link.hf] for link in relation.links if link.megatron == EMBEDDING)
-    for key in copies:
-        refuse_another(payloads, key, embedding, "the configuration says tie_word_embeddings")
+    for key, name in copies.items():
+        why = "tie_word_embeddings" if name not in relation.copies.values() else "that layers predict further tokens"
+        refuse_another(payloads, key, names[name], f"the configuration says {why}")
     return payloads, names, transposed, left_out
 
 
@@ -514,26 +545,36 @@ def _of_one_dtype(payloads: StoredPayloads, wanted: Iterable[TensorView], dtype:
 
 
 def _known_names(
-    index: CheckpointIndex, family: Family, relation: Relation, model: Model
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Stored keys by those of the table; what a family's models hold nothing of their own in; what is to be tied."""
+    index: CheckpointIndex, family: Family, relation: Relation, model: Model, options: ImportOptions
+) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """Stored keys by those of the table; what a family's models hold nothing of their own in; stored keys that are to
+    hold what others do, by those of the table.
+    """
     names: dict[str, str] = {}
     left_out: list[str] = []
-    copies: list[str] = []
+    copies: dict[str, str] = {}
+    embedding = next(link.hf for link in relation.links if link.megatron == EMBEDDING)
     derived = [re.compile(pattern.replace("{layers}", str(model.layers))) for pattern in family.derived]
     tied = {key for row in family.rows if "untied" in row.when for part in row.parts for key in [part.key]}
     optional = {key.removeprefix(family.optional_prefix): key for key in relation.hf} if family.optional_prefix else {}
     stored = [key for key in index.tensors if not is_foreign_optimizer_key(key)]
-    for name, key in plain_names(stored, relation.hf.keys() | optional.keys()).items():
+    plain = plain_names(stored, relation.hf.keys() | optional.keys())
+    behind = tuple(name.removesuffix(_JOINED) + "." for name in plain if name.endswith(_JOINED) and not options.mtp)
+    for name, key in plain.items():
         if name in relation.hf:
             names[name] = key
+        elif name in relation.copies:
+            left_out.append(f"{key} (as {relation.copies[name]})")
+            copies[key] = relation.copies[name]
+        elif behind and name.startswith(behind):
+            left_out.append(f"{key} (--no-mtp)")
         elif name in optional:
             names[optional[name]] = key
         elif any(pattern.search(name) for pattern in derived):
             left_out.append(f"{key} (not a parameter of the model that is made)")
         elif name in tied and "untied" not in model.holds:
             left_out.append(f"{key} (tied to the embedding)")
-            copies.append(key)
+            copies[key] = embedding
         else:
             names[key] = key  # which `_compare_tensors` is going to name
     return names, left_out, copies

@@ -318,6 +318,10 @@ RULES: Mapping[str, Rule] = {
         _scaled_weights,
         lambda given: {"routed_scaling_factor": number(given, "moe_router_topk_scaling_factor", 1.0) or 1.0},
     ),
+    "multi-token prediction": Rule(
+        lambda config, model: {"mtp_num_layers": model.predicting or None},
+        lambda given: {"num_nextn_predict_layers": given.get("mtp_num_layers") or 0},
+    ),
     "softmax groups": Rule(_softmax_groups, _softmax_groups_config),
     "sigmoids": Rule(_sigmoids, _sigmoids_config),
 }

@@ -64,6 +64,7 @@ class Model:
     experts: int = 0  # for each layer that has some; 0 for a dense model
     expert_layers: tuple[bool, ...] = ()  # for each layer, whether its MLP is one of experts
     holds: frozenset[str] = frozenset()  # words that hold of the model, for the rows' `when`
+    predicting: int = 0  # layers behind the last one, which predict further tokens
 
     def shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
         """A shape in elements, axes that count several things at once taken apart."""
@@ -76,6 +77,18 @@ class Model:
     def stored_shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
         """Shape of the parts as they are stored."""
         return tuple(math.prod(self.shape(name if isinstance(name, tuple) else (name,))) for name in names)
+
+
+PREDICTING = "mtp.layers.{layer}."
+"""Begins Megatron's keys of layers behind the last one, which predict further tokens."""
+PREDICTING_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""What `config.json` calls their number, older and newer."""
+
+
+def predicting_layers(config: Mapping[str, Any]) -> int:
+    """How many layers behind the last one a `config.json` has; raises `OptionError`."""
+    name = next((name for name in PREDICTING_LAYERS if config.get(name)), None)
+    return 0 if name is None else count(config, name)
 
 
 class Rule(NamedTuple):
@@ -138,13 +151,14 @@ class Family:
         groups, head_dim = self._heads(config, sizes)
         experts = sizes.get("experts", 0)
         gates = {name.replace("ffn", "gate and up"): 2 * size for name, size in sizes.items() if name.endswith("ffn")}
-        sizes |= gates
+        sizes |= {"embedding and hidden": 2 * sizes["hidden"], **gates}
         if "expert ffn" in sizes and config.get("n_shared_experts") is not None:
             sizes["shared ffn"] = sizes["expert ffn"] * count(config, "n_shared_experts")
         if "kv rank" in sizes:
             holds.add("latent queries" if "q rank" in sizes else "whole queries")
         expert_layers = self._expert_layers(config, layers) if experts else ()
-        return Model(layers, sizes, heads, groups, head_dim, experts, expert_layers, frozenset(holds))
+        predicting = predicting_layers(config) if any(row.megatron.startswith(PREDICTING) for row in self.rows) else 0
+        return Model(layers, sizes, heads, groups, head_dim, experts, expert_layers, frozenset(holds), predicting)
 
     def _heads(self, config: Mapping[str, Any], sizes: dict[str, int]) -> tuple[int, int]:
         """Groups and elements of heads; adds the sizes that attention has to `sizes`."""
@@ -231,7 +245,7 @@ class Naming:
         index: tuple[int, ...] = ()
         sizes: tuple[int, ...] = ()
         if layer is not None:
-            if self.stacked_layers:
+            if self.stacked_layers and not key.startswith(PREDICTING):
                 key, index, sizes = key.replace("{layer}.", ""), (layer,), (model.layers,)
             else:
                 key = key.replace("{layer}", str(layer))
@@ -260,7 +274,8 @@ class Link(NamedTuple):
 @dataclass(slots=True)
 class Relation:
     """A table unfolded for one model: shapes by key on both sides, and links. `hf` has axes that count several things
-    as several axes; `joined`: shapes as stored, where unlike; `padding`: Megatron's rows without a counterpart.
+    as several axes; `joined`: shapes as stored, where unlike; `padding`: Megatron's rows without a counterpart;
+    `copies`: keys of Hugging Face that hold what another one does.
     """
 
     megatron: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -268,6 +283,7 @@ class Relation:
     joined: dict[str, tuple[int, ...]] = field(default_factory=dict)
     links: list[Link] = field(default_factory=list)
     padding: dict[str, Box] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
 
     def parameters(self) -> Iterator[ShardedName]:
         """Megatron's, one by one."""
@@ -371,6 +387,7 @@ def _of_all(transform: _Transform) -> _Transform:
 
 TRANSFORMS: dict[str, _Transform] = {
     "same": _same,
+    "copy": _same,  # of what another row has
     "vocabulary": _same,  # and Megatron's has rows behind it, up to a number that divides among its ranks
     "transposed": _transposed(_same),
     "halves": _halves,
@@ -407,17 +424,25 @@ def relate(family: Family, model: Model, naming: Naming, padded_vocabulary: int)
         for layer, expert in _instances(row, model):
             _add(relation, row, model, naming, padded_vocabulary, layer, expert)
     _check_complete(relation)
+    originals = {link.megatron: link.hf for link in relation.links}
+    for row in (row for row in family.rows if row.how == "copy" and set(row.when) <= model.holds):
+        for layer in range(model.layers, model.layers + model.predicting):
+            relation.copies[row.parts[0].key.format(layer=layer)] = originals[row.megatron]
     return relation
 
 
 def _instances(row: Row, model: Model) -> Iterator[tuple[int | None, int | None]]:
-    """Layer and expert of each parameter that a row stands for."""
+    """Layer and expert of each parameter that a row stands for. A layer that predicts is of the last one's kind."""
+    if row.how == "copy":
+        return
     if "{layer}" not in row.megatron:
         if set(row.when) <= model.holds:
             yield None, None
         return
-    for layer in range(model.layers):
-        kind = "expert layer" if model.expert_layers and model.expert_layers[layer] else "dense layer"
+    predicts = row.megatron.startswith(PREDICTING)
+    for layer in range(model.predicting if predicts else model.layers):
+        has_experts = model.expert_layers and model.expert_layers[-1 if predicts else layer]
+        kind = "expert layer" if has_experts else "dense layer"
         if set(row.when) <= {*model.holds, kind}:
             for expert in range(model.experts) if "{expert}" in row.megatron else (None,):
                 yield layer, expert
@@ -434,7 +459,8 @@ def _add(
 ) -> None:
     template = row.engine if row.engine and naming.implementation == "transformer_engine" else row.megatron
     key, index, counts = naming.place(template, model, layer, expert)
-    keys = [part.key.format(layer=layer, expert=expert) for part in row.parts]
+    there = layer if layer is None or not template.startswith(PREDICTING) else model.layers + layer
+    keys = [part.key.format(layer=there, expert=expert) for part in row.parts]
     shapes = [model.shape(part.shape) for part in row.parts]
     try:
         own, slices = TRANSFORMS[row.how](model, shapes, expert or 0)

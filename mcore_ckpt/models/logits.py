@@ -108,6 +108,7 @@ def compare(job: Mapping[str, str]) -> dict[str, Any]:
     arguments = read_plain_state(index).get("args")
     prefix = prefix_of(index.tensors) or ""
     tensors = {key.removeprefix(prefix): entry for key, entry in index.tensors.items() if not is_optimizer_key(key)}
+    tensors = {key: entry for key, entry in tensors.items() if not key.startswith("mtp.")}  # no logits depend on it
     index = replace(index, tensors=tensors)
     if not isinstance(arguments, dict):
         arguments = family.arguments(json.loads((model / "config.json").read_text()))

@@ -261,8 +261,9 @@ def kinds_of(cls: type[ConversionOptions], name: str) -> tuple[str, ...]:
 
 
 _FAMILY = "the model's family, or FILE.toml with its table; auto: as"
+_MTP = "take layers along that predict further tokens (mtp_num_layers, num_nextn_predict_layers), if there are any"
 _SIZE = "default: 1; with megatron-legacy that of SRC"
-_MODEL = "dtype hf_config arch transformer_impl numbered_layers vocabulary_multiple global_batch_size"
+_MODEL = "dtype hf_config arch mtp transformer_impl numbered_layers vocabulary_multiple global_batch_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +302,7 @@ class ImportOptions(ConversionOptions):
         "as of the job, whose layers call some parameters differently",
         choices=("transformer_engine", "local"),
     )
+    mtp: bool = option(True, _MTP)
     numbered_layers: bool = option(False, "a tensor for each layer, where Megatron stacks layers")
     vocabulary_multiple: int = option(
         128, "as that argument of the job", flag="--make-vocab-size-divisible-by", metavar="N"
@@ -321,7 +323,7 @@ class ExportOptions(ConversionOptions):
         "safetensors": "dtype rename only max_shard_bytes",
         "torch": "dtype rename only max_shard_bytes",
         "dcp": "dtype rename only",
-        "hf": "dtype max_shard_bytes arch hf_config vocab_size rope_forwarded",
+        "hf": "dtype max_shard_bytes arch hf_config vocab_size rope_forwarded mtp",
     }
 
     max_shard_bytes: int = option(
@@ -343,6 +345,7 @@ class ExportOptions(ConversionOptions):
         None, "directory to take config.json and tokenizer files from; checked against shapes", metavar="DIR"
     )
     vocab_size: int | None = option(None, "tokens of the model, if stored and config.json's differ", metavar="N")
+    mtp: bool = option(True, _MTP)
     rope_forwarded: bool = option(False, "the job's script gave GPTModel its rotary options; pretrain_gpt.py does not")
 
 

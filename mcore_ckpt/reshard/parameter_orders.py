@@ -131,18 +131,19 @@ def gpt_chunk(
     chunk = {} if stage is None else {"vp_stage": stage}
     how = {"use_transformer_engine": False, "normalization": config.normalization}
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, **how, **chunk)
-    ahead = {}
+    ahead, layers = {}, list(spec.layer_specs)
     if getattr(config, "mtp_num_layers", None):
-        everything = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **how)
-        ahead["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, everything[-1], use_transformer_engine=False, **chunk
-        )
+        layers.append(gpt_layer_specs.get_gpt_decoder_layer_specs(config, **how)[-1])
     if config.layernorm_zero_centered_gamma:
         _let_norms_be_offsets(spec)
     if config.multi_latent_attention:
         _let_latent_attention_run()
-        for layer in spec.layer_specs:
+        for layer in layers:
             layer.submodules.self_attention.submodules.core_attention = _latent_core()
+    if getattr(config, "mtp_num_layers", None):
+        ahead["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, layers[-1], use_transformer_engine=False, **chunk
+        )
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -193,6 +194,7 @@ def build_gpt_model(
     pipeline: int = 1,
     expert: int = 1,
     padded_vocabulary: int | None = None,
+    mtp_num_layers: int | None = None,
 ) -> Any:
     """Megatron-Core's `GPTModel` in float32, to be run without a GPU; expert tensor parallel size is 1. Collective: the
     process group is there, and as large as the parallel sizes make it.
@@ -234,7 +236,7 @@ def build_gpt_model(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
-        mtp_num_layers=None,
+        mtp_num_layers=mtp_num_layers,
         # A table of YaRN's is made where parameters are; there is no GPU.
         use_cpu_initialization=arguments["position_embedding_type"] == "yarn",
         **settings,

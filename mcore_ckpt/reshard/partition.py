@@ -187,7 +187,7 @@ def extra_states(parameters: Iterable[ShardedName], *, engine: bool = False) -> 
     for key, offsets, counts in parameters:
         owner, _, leaf = key.rpartition(".")
         name = owner.rpartition(".")[2]
-        if leaf == "weight" and (name.startswith("linear_") or (engine and name.endswith("norm"))):
+        if leaf == "weight" and (name.startswith(("linear_", "eh_proj")) or (engine and name.endswith("norm"))):
             found[object_key(f"{owner}.{EXTRA_STATE}", offsets or (0,), counts or (1,))] = nothing
         if engine and key.endswith(".self_attention.linear_proj.weight"):
             core = owner.removesuffix("linear_proj") + "core_attention"

@@ -23,6 +23,8 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models import _foreign
+from mcore_ckpt.models._families import family_named
+from mcore_ckpt.models._table import Naming, relate
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.weight_files import safetensors_header
@@ -30,6 +32,7 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_conversions import read_by_definition
 from tests.models.test_conversions import refused as import_refused
+from tests.models.test_table import CONFIGS
 from tests.support.local_files import contents
 from tests.support.model_like import assert_same, read_all
 
@@ -589,6 +592,54 @@ def test_a_user_brings_a_family_in_a_file(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "e" / "config.json").read_text())["architectures"] == ["OursForCausalLM"]
     with pytest.raises(FileNotFoundError):
         export_checkpoint(tmp_path / "c", tmp_path / "n", to="hf", arch=tmp_path / "none.toml")
+
+
+def predicting_model(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """DeepSeek-V3's tensors, with the names of its published index, and those of a layer behind the last one."""
+    deepseek = family_named("deepseek-v3")
+    relation = relate(deepseek, deepseek.model(config), Naming(stacked_layers=False), config["vocab_size"])
+    tensors = {key: torch.randn(shape).bfloat16() for key, shape in relation.hf.items()}
+    return tensors | {copy: tensors[key].clone() for copy, key in relation.copies.items()}
+
+
+def test_layers_that_predict_further_tokens_come_and_go(tmp_path: Path) -> None:
+    config = {**CONFIGS["deepseek-v3"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
+    tensors, behind = predicting_model(config), f"model.layers.{config['num_hidden_layers']}."
+    alone = {key.removeprefix(behind) for key in tensors if key.startswith(behind)}
+    as_others = {key.removeprefix("model.layers.2.") for key in tensors if key.startswith("model.layers.2.")}
+    own = "embed_tokens enorm hnorm eh_proj shared_head.norm shared_head.head".split()
+    assert alone == as_others | {f"{name}.weight" for name in own}
+    source = write_hf(tmp_path / "m", tensors, config)
+    report = import_checkpoint(source, tmp_path / "c", kind="hf", tp=2)
+    assert report.arguments["mtp_num_layers"] == 1
+    assert report.left_out == tuple(
+        f"{behind}{copy}.weight (as {key}.weight)"
+        for copy, key in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head"))
+    )
+    keys = read_all(tmp_path / "c").keys()
+    assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.transformer_layer.mlp.router.expert_bias"} <= keys
+    assert_same(exported(tmp_path / "c", tmp_path / "e"), tensors)
+    assert_same(exported(tmp_path / "c", tmp_path / "with", hf_config=source), tensors)
+
+    rest = {key: tensor for key, tensor in tensors.items() if not key.startswith(behind)}
+    without = export_checkpoint(tmp_path / "c", tmp_path / "without", to="hf", mtp=False)
+    count = sum(key.startswith("mtp.") for key in keys)
+    assert without.left_out == (f"{count} tensors of layers that predict further tokens (--no-mtp)",)
+    assert_same(read_by_definition(tmp_path / "without" / "model.safetensors"), rest)
+    report = import_checkpoint(source, tmp_path / "none", kind="hf", mtp=False)
+    assert len(report.left_out) == len(alone)
+    assert_same(exported(tmp_path / "none", tmp_path / "back"), rest)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+    # As `transformers` saves the model; one that is there in part, or that no configuration tells of.
+    report = import_checkpoint(write_hf(tmp_path / "m2", rest, config), tmp_path / "c2", kind="hf")
+    assert report.left_out[0].startswith("1 layers that predict further tokens (not in the files of")
+    few = {key: tensor for key, tensor in tensors.items() if key != f"{behind}hnorm.weight"}
+    refused(write_hf(tmp_path / "few", few, config), OptionError, rf"1 that .* not stored: {behind}hnorm")
+    untold = write_hf(tmp_path / "untold", tensors, {**config, "num_nextn_predict_layers": 0})
+    refused(untold, OptionError, rf"covers: {behind}")
+    tensors[f"{behind}embed_tokens.weight"][3, 1] += 1
+    refused(write_hf(tmp_path / "other", tensors, config), OptionError, r"embed_tokens\.weight is not model\.embed_tok")
 
 
 def change_arguments(checkpoint: Path, **changed: Any) -> None:

@@ -17,7 +17,8 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.models import _family_files
-from mcore_ckpt.models._families import FAMILIES
+from mcore_ckpt.models._families import FAMILIES, family_named
+from mcore_ckpt.models._table import Naming, relate
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models import test_table as table
@@ -28,6 +29,7 @@ from tests.support.hf_models import (
     HfCase,
     fsdp_to_megatron,
     hf_logits,
+    keys_of,
     load_and_run,
     make_hf_model,
     save_and_run,
@@ -261,6 +263,17 @@ def test_models_that_fsdp2_has_sharded_compute_the_same(models: Path, tmp_path: 
     assert found.keys() == jobs.keys()
     for name, logits in found.items():
         assert_close(logits, hf_logits(models / name / "hf", VOCABULARY), name)
+
+
+@long
+def test_layers_that_predict_further_tokens_have_the_names_of_megatrons() -> None:
+    """Of one and of two; `tests/models/test_huggingface.py` converts them."""
+    asked = [(family_named(name), number) for name in ("deepseek-v3", "glm4-moe") for number in (1, 2)]
+    configs = [{**table.CONFIGS[family.name], "num_nextn_predict_layers": number} for family, number in asked]
+    given = [family.arguments(config) for (family, _), config in zip(asked, configs, strict=True)]
+    (found,) = run_ranks(keys_of, 1, given, deadline_s=DEADLINE_S)
+    for (family, _), config, keys in zip(asked, configs, found, strict=True):
+        assert relate(family, family.model(config), Naming(stacked_layers=False), 128).megatron == keys
 
 
 @long

@@ -237,6 +237,23 @@ def save_and_run(
     return found
 
 
+def keys_of(rank: int, arguments: list[dict[str, Any]]) -> list[dict[str, tuple[int, ...]]]:
+    """Sharded keys, with global shapes, of Megatron's model for each of some arguments, layers that predict included."""
+    share_groups()
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    from mcore_ckpt.reshard.parameter_orders import build_gpt_model
+
+    found = []
+    for given in arguments:
+        model = build_gpt_model(given, mtp_num_layers=given["mtp_num_layers"])
+        state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        apply_factories(state)
+        found.append({leaf.key: leaf.global_shape for leaf in nested_values(state) if isinstance(leaf, ShardedTensor)})
+    return found
+
+
 def fsdp_to_megatron(
     rank: int, jobs: dict[str, tuple[Path, Path, Parallel]], vocabulary: int
 ) -> dict[str, torch.Tensor]:
