@@ -238,7 +238,7 @@ def save_and_run(
 
 
 def keys_of(rank: int, arguments: list[dict[str, Any]]) -> list[dict[str, tuple[int, ...]]]:
-    """Sharded keys, with global shapes, of Megatron's model for each of some arguments, layers that predict included."""
+    """Sharded keys, with global shapes, of Megatron's models for some arguments, layers that predict included."""
     share_groups()
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
