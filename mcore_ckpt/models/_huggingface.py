@@ -547,8 +547,8 @@ def _of_one_dtype(payloads: StoredPayloads, wanted: Iterable[TensorView], dtype:
 def _known_names(
     index: CheckpointIndex, family: Family, relation: Relation, model: Model, options: ImportOptions
 ) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Stored keys by those of the table; what a family's models hold nothing of their own in; stored keys that are to
-    hold what others do, by those of the table.
+    """Stored keys by those of the table. What a family's models hold nothing of their own in. Stored keys of copies,
+    with those of the table whose elements they hold.
     """
     names: dict[str, str] = {}
     left_out: list[str] = []
