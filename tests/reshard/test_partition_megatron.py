@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
@@ -18,10 +19,13 @@ import torch
 
 from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.reshard.partition import Partitioner, divide
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
 from tests.support.gloo_ranks import run_stock_ranks as run_ranks
+from tests.support.model_like import assert_same
 
 pytestmark = pytest.mark.timeout(300)
 HIDDEN = 64
@@ -34,6 +38,97 @@ class Shard(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     is_main: bool
+
+
+def _hybrid(megatron: _Megatron) -> Any:
+    """This rank's part of a hybrid: Mamba, MLP, attention, Mamba. Layers are Megatron's own."""
+    for name in ("triton", "triton.language"):
+        sys.modules.setdefault(name, MagicMock())
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.mamba.mamba_model import MambaModel
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import ModuleSpec, TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+
+        stack, submodules, pattern = block.HybridStack, block.HybridStackSubmodules, "hybrid_layer_pattern"
+    except ImportError:
+        from megatron.core.ssm import mamba_block as block
+
+        stack, submodules, pattern = block.MambaStack, block.MambaStackSubmodules, "hybrid_override_pattern"
+    mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
+    block.TENorm = WrappedTorchNorm  # behind the last layer
+    linear = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    dense = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    attention = {"input_layernorm": dense.input_layernorm, "self_attention": dense.self_attention}
+    mlp = {"pre_mlp_layernorm": dense.pre_mlp_layernorm, "mlp": dense.mlp}
+    layers = submodules(
+        mamba_layer=ModuleSpec(
+            MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=WrappedTorchNorm, mixer=ModuleSpec(mamba_mixer.MambaMixer, submodules=linear)
+            ),
+        ),
+        attention_layer=ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**attention)),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(**mlp)),
+    )
+    config = megatron.config(
+        num_layers=4,
+        sequence_parallel=False,  # which torch's norms have not
+        mamba_state_dim=16,
+        mamba_head_dim=8,
+        mamba_num_groups=4,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        is_hybrid_model=True,
+        pipeline_dtype=torch.float32,
+    )
+    return MambaModel(
+        config,
+        ModuleSpec(stack, submodules=layers),
+        128,
+        32,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        pg_collection=megatron.groups(),
+        **{pattern: "M-*M" if pattern == "hybrid_override_pattern" or megatron.sizes.get(_PP, 1) == 1 else "M-|*M"},
+    )
+
+
+_PP = "pipeline_model_parallel_size"
+
+
+def save_hybrid(rank: int, directory: Path) -> None:
+    """At TP 2."""
+    from megatron.core import dist_checkpointing
+
+    model = _hybrid(_start(tensor_model_parallel_size=2))
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if getattr(parameter, "tensor_model_parallel", False):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    dist_checkpointing.save(model.sharded_state_dict(), str(directory))
+
+
+def load_hybrid(rank: int, directories: list[Path]) -> list[dict[str, torch.Tensor]]:
+    """What Megatron loads of each, at TP 1 x PP 2, by the names of this rank's modules."""
+    from megatron.core import dist_checkpointing
+
+    found = []
+    model = _hybrid(_start(tensor_model_parallel_size=1, pipeline_model_parallel_size=2))
+    for directory in directories:
+        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(directory)))
+        found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    return found
 
 
 def shards_of_mamba(rank: int, tensor: int) -> list[Shard]:
@@ -95,17 +190,16 @@ class _Megatron(NamedTuple):
     def config(self, **more: Any) -> Any:
         from megatron.core.transformer import TransformerConfig
 
-        return TransformerConfig(
-            num_layers=1,
-            hidden_size=HIDDEN,
-            num_attention_heads=4,
-            ffn_hidden_size=2 * HIDDEN,
-            sequence_parallel=self.sizes["tensor_model_parallel_size"] > 1,
-            gradient_accumulation_fusion=False,
-            bias_activation_fusion=False,
-            **self.sizes,
-            **more,
-        )
+        usual = {
+            "num_layers": 1,
+            "hidden_size": HIDDEN,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 2 * HIDDEN,
+            "sequence_parallel": self.sizes["tensor_model_parallel_size"] > 1,
+            "gradient_accumulation_fusion": False,
+            "bias_activation_fusion": False,
+        }
+        return TransformerConfig(**{**usual, **self.sizes, **more})
 
     def groups(self) -> Any:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -117,10 +211,10 @@ def _start(**sizes: int) -> _Megatron:
     names = {
         "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": _Norm},
         "mamba_ssm.ops.triton.ssd_combined": {
-            "mamba_chunk_scan_combined": None,
-            "mamba_split_conv1d_scan_combined": None,
+            "mamba_chunk_scan_combined": _kernel,
+            "mamba_split_conv1d_scan_combined": _kernel,
         },
-        "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": None},
+        "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": _kernel},
     }
     for name, contents in names.items():
         parts = name.split(".")
@@ -133,6 +227,10 @@ def _start(**sizes: int) -> _Megatron:
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return _Megatron(sizes)
+
+
+def _kernel(*_: Any) -> None:
+    """Whose parameters Megatron looks at, and which nobody calls."""
 
 
 class _Norm(torch.nn.Module):
@@ -188,6 +286,19 @@ def test_mamba() -> None:
         boxes = divide(shard.key, shard.shape, partitioner.decide(shard.key), 2)
         assert shard.box in boxes, shard
     assert any(shard.box.sizes != shard.shape for shard in shards)
+
+
+@pytest.mark.long
+def test_a_hybrid_saved_at_tp_2_loads_at_pp_2_as_resharded_by_megatron_itself(tmp_path: Path) -> None:
+    (tmp_path / "tp2").mkdir()
+    run_ranks(save_hybrid, 2, tmp_path / "tp2", deadline_s=200)
+    reshard_checkpoint(tmp_path / "tp2", tmp_path / "pp2", tp=1, pp=2)
+    made = read_index(tmp_path / "pp2")
+    assert all(len(entry.chunks) == 1 for key, entry in made.tensors.items() if ".linear_fc1." not in key)
+    assert data_file_rank(made.tensors["decoder.layers.3.mixer.in_proj.weight.dt"].chunks[0].item.file) == 1
+    for of_megatron, of_ours in run_ranks(load_hybrid, 2, [tmp_path / "tp2", tmp_path / "pp2"], deadline_s=200):
+        assert any("mixer.in_proj" in name for name in of_ours)
+        assert_same(of_ours, of_megatron)
 
 
 def test_experts_with_tensor_parallel_ranks_of_their_own() -> None:
