@@ -180,8 +180,8 @@ _SETTING = "[[settings]]\nconfig = 'n'\nmegatron = "
     ("text", "replaced", "words"),
     [
         (
-            "[defaults]",
-            "[default]",
+            "defaults = ",
+            "default = ",
             r"'default' is not known; expected name, architecture, groups, and perhaps traits,",
         ),
         ("architecture = ", "# ", "'architecture' is missing"),
@@ -194,12 +194,12 @@ _SETTING = "[[settings]]\nconfig = 'n'\nmegatron = "
         ("{layer}.self_attn.qkv", "{block}.self_attn.qkv", "expected a key and a shape"),
         ("rms_norm_eps = 1e-5", "rms_norm_eps = ", "no TOML: "),
         (
-            "[defaults]",
-            f"{_SETTING}'hidden_size'\n[defaults]",
+            "[[tensors]]",
+            f"{_SETTING}'hidden_size'\n[[tensors]]",
             "two settings give hidden_size",
         ),
-        ("[defaults]", f"{_SETTING}'m'\nkind = 'sum'\n[defaults]", "kind 'sum': expected"),
-        ("[defaults]", "[allowed]\nuse_cache = true\n[defaults]", "allowed.use_cache: expected a list"),
+        ("[[tensors]]", f"{_SETTING}'m'\nkind = 'sum'\n[[tensors]]", "kind 'sum': expected"),
+        ("defaults = ", "allowed = { use_cache = true }\ndefaults = ", "allowed.use_cache: expected a list"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_when_it_is_read(
