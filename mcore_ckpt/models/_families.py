@@ -1,27 +1,15 @@
 """The families of models that there are, and which one a model belongs to. A family is a table, of parameters and of
 settings; `_rules` has what no row says: YaRN, windows, groups of experts.
 
-Llama, Mistral, Qwen2 and Qwen3 have grouped attention, a gated MLP and rotary embedding. Attention of Mistral may be
-limited to a window. Qwen2 and Qwen2.5 have biases of queries, keys and values, Qwen3 has norms of queries and keys.
+What tensors and settings do not tell:
 
-Gemma (the first) has norms whose weights are offsets of one, and a gate of GELU. Its embedding is multiplied by the
-square root of the hidden size. Megatron-Core has no such layer: what trains Gemma with it (Megatron-Bridge) scales what
-the embedding gives, as Hugging Face does, so the stored weights are the same.
-
-StarCoder2 has the attention of Llama, which may be limited to a window; norms, biases and an MLP as GPT-2.
-
-GPT-2 has learned positions, biases everywhere, a tied embedding; its weights are stored inputs before outputs.
-
-Mixtral has Mistral's attention; of its experts `w1` is the gate, `w3` goes through it. Qwen2-MoE has shared experts
-behind a gate, Qwen3-MoE has none; layers of both may have an MLP instead of experts.
-
-GPT-OSS has attention with a sink for each head, in a window in every other layer; experts with biases, and YaRN.
-Hugging Face keeps all its experts of a layer in one tensor, inputs before outputs, gate and up side by side in pairs.
-Its `sinks` are `softmax_offset` in Megatron-Core, and the clamped gate is `quick_geglu` with a limit and an offset.
-
-DeepSeek-V2 and V3 have latent attention, shared experts, and a first few layers without experts. Both have the same
-parameters; V3's router adds a bias to its scores, which are sigmoids. The dimensions that positions turn are stored in
-pairs on either side, so nothing is reordered.
+- Gemma's norms have weights that are offsets of one, and its embedding is multiplied by the square root of the hidden
+  size. Megatron-Core has no such layer: what trains Gemma with it (Megatron-Bridge) scales what the embedding gives, as
+  Hugging Face does, so the stored weights are the same.
+- Of Mixtral's experts `w1` is the gate, `w3` goes through it.
+- GPT-OSS has all its experts of a layer in one tensor, inputs before outputs, gate and up side by side in pairs. Its
+  `sinks` are `softmax_offset` in Megatron-Core, and the clamped gate is `quick_geglu` with a limit and an offset.
+- DeepSeek stores the dimensions that positions turn in pairs, as Megatron-Core does, so nothing is reordered.
 """
 
 from __future__ import annotations
@@ -506,7 +494,8 @@ def traits_of(arguments: Mapping[str, Any]) -> set[str]:
     """What tells families apart in Megatron's arguments; of experts also what rates them, unless that is softmax as
     without latent attention.
     """
-    found = {name for name in _TRAITS if arguments.get(name)}
+    values = {name: arguments.get(name) for name in _TRAITS}
+    found = {name for name, value in values.items() if (any(value) if isinstance(value, list) else value)}
     found |= {str(arguments.get("normalization")), next((name for name in _GATES if arguments.get(name)), "plain")}
     if arguments.get("position_embedding_type") == "learned_absolute":
         found.add("learned_absolute")

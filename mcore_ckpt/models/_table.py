@@ -387,7 +387,6 @@ def _of_all(transform: _Transform) -> _Transform:
 
 TRANSFORMS: dict[str, _Transform] = {
     "same": _same,
-    "copy": _same,  # of what another row has
     "vocabulary": _same,  # and Megatron's has rows behind it, up to a number that divides among its ranks
     "transposed": _transposed(_same),
     "halves": _halves,

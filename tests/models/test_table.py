@@ -431,6 +431,14 @@ def test_a_jobs_arguments_are_those_that_its_model_has(
     assert not built or built.items() <= scaling.items()
 
 
+def test_a_list_of_layers_that_marks_none_is_of_no_other_family() -> None:
+    qwen = family_named("qwen3")
+    arguments = qwen.arguments(CONFIGS["qwen3"])
+    assert family_of_arguments({**arguments, "no_rope_freq": [0, 0, 0]}, "ckpt") is qwen
+    with pytest.raises(OptionError, match="those of no family"):
+        family_of_arguments({**arguments, "no_rope_freq": [0, 1, 0]}, "ckpt")
+
+
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
     with pytest.raises(OptionError, match="llama, mistral"):
         family_named("bert")
