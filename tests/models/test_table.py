@@ -431,6 +431,12 @@ def test_a_jobs_arguments_are_those_that_its_model_has(
     assert not built or built.items() <= scaling.items()
 
 
+def test_the_table_that_the_page_shows_is_the_packages(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    (tmp_path / "own.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
+    assert family_named(str(tmp_path / "own.toml")) == family_named("phi3")
+
+
 def test_a_list_of_layers_that_marks_none_is_of_no_other_family() -> None:
     qwen = family_named("qwen3")
     arguments = qwen.arguments(CONFIGS["qwen3"])
