@@ -183,7 +183,7 @@ def measure_calls(side: str, ranks: int, replicas: int, items: int, load_items: 
     wanted = SAVES if replicas else CALLS
     with (
         tempfile.TemporaryDirectory(prefix="calls-") as scratch,
-        standing_ranks(ranks, preload=_PRELOAD[side]) as group,
+        standing_ranks(ranks, preload=_PRELOAD[side], is_measured=True) as group,
     ):
         # Once with one tensor: what is imported and connected at a first call.
         for count, calls in {1: wanted, load_items: wanted, items: SAVES if items != load_items else wanted}.items():

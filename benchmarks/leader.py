@@ -35,7 +35,8 @@ class _Leader:
         """Start ranks; the number of their group."""
         stack = ExitStack()
         self._next += 1
-        self._groups[self._next] = (stack.enter_context(standing_ranks(world, preload=sys.argv[2:])), stack)
+        ranks = stack.enter_context(standing_ranks(world, preload=sys.argv[2:], is_measured=True))
+        self._groups[self._next] = (ranks, stack)
         return self._next
 
     def call(self, group: int, within_s: float, name: str, *args: Any) -> Any:

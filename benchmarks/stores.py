@@ -167,6 +167,7 @@ def main() -> int:
                 _RANKS,
                 environment=s3_environment(url) | {"AWS_ALLOW_HTTP": "true", "OMP_NUM_THREADS": "1"},
                 preload=("tests.support.pretend_main", "megatron.core.dist_checkpointing"),
+                is_measured=True,
             ) as group,
         ):
             samples[f"{latency_ms:g}"] = _measured(group, scratch, nbytes, arguments.rounds)

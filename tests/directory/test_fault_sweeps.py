@@ -40,7 +40,7 @@ from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support import states
 from tests.support.checkpoint_reader import MIX, CheckpointReader, Found, reader
 from tests.support.fuse_memory import FuseMount, Misbehaviour
-from tests.support.gloo_ranks import RankOutcome, StandingRanks, standing_ranks
+from tests.support.gloo_ranks import MEGATRON, RankOutcome, StandingRanks, standing_ranks
 from tests.support.moments import check_each_moment, check_never_gone_again, damaged_copy, sync
 from tests.support.processes import in_child
 
@@ -85,7 +85,7 @@ def rank_sets(fuse: None) -> Iterator[Callable[[int], StandingRanks]]:
 
         def of(world: int) -> StandingRanks:
             if world not in started or started[world].ended:
-                started[world] = stack.enter_context(standing_ranks(world))
+                started[world] = stack.enter_context(standing_ranks(world, preload=MEGATRON))
                 assert all(outcome.ok for outcome in started[world].call(_prepare, within_s=120.0))
             return started[world]
 

@@ -15,7 +15,7 @@ from mcore_ckpt.models.conversions import export_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.checkpoint_reader import CheckpointReader, reader
-from tests.support.gloo_ranks import RankOutcome, StandingRanks, standing_ranks
+from tests.support.gloo_ranks import MEGATRON, RankOutcome, StandingRanks, standing_ranks
 from tests.support.loop_device import KINDS, LoopDevice, NoLoopDeviceError, loop_device
 from tests.support.moments import damage
 
@@ -43,7 +43,7 @@ def readers() -> Iterator[dict[str, CheckpointReader]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[StandingRanks]:
-    with standing_ranks(2) as found:
+    with standing_ranks(2, preload=MEGATRON) as found:
         yield found
 
 

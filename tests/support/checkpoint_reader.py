@@ -6,27 +6,27 @@
 
 Stock is asked in a process into which this package was never imported. Each look is a child of it with a gloo world of
 its own, so that nothing is remembered from the last one, and has a deadline.
-
-    python -m tests.support.checkpoint_reader stock|ours        # what the process runs
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, Literal
+from unittest import mock
 
+from tests.support.gloo_ranks import MEGATRON, STOCK, start_apart
 from tests.support.processes import in_child
 
 Who = Literal["ours", "stock"]
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
 MIX: Final = -1
 _SEEDS: Final = range(1, 10)
 _DEADLINE_S: Final = 60
@@ -59,8 +59,8 @@ class Found:
 class CheckpointReader:
     """The process, as seen from the test; see `reader`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def look(self, directory: Path, *, tensors_only: bool = False) -> Found:
         """What is in a directory, if it exists; `tensors_only`: there are no objects, and the common state is empty."""
@@ -69,17 +69,12 @@ class CheckpointReader:
 
     def ask(self, directory: Path, *, tensors_only: bool = False) -> None:
         """The first half of `look`, so that two readers can look at once."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([str(directory), tensors_only]) + "\n")
-        self._process.stdin.flush()
+        self._connection.send((str(directory), tensors_only))
 
     def answer(self) -> Found:
         """The second half of `look`. Raises as that does."""
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _DEADLINE_S + 60)
-        answer = self._process.stdout.readline() if ready else ""
-        assert answer, f"the reader {'has ended' if ready else 'does not answer'}"
-        told = json.loads(answer)
+        assert self._connection.poll(_DEADLINE_S + 60), "the reader does not answer"
+        told = json.loads(self._connection.recv())
         assert "died" not in told, f"the process that loads has ended: {told['died']}"
         return Found(**told)
 
@@ -87,20 +82,18 @@ class CheckpointReader:
 @contextmanager
 def reader(who: Who) -> Iterator[CheckpointReader]:
     """Start the process for the block."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.checkpoint_reader", who],
-        cwd=REPOSITORY,
-        env={name: value for name, value in environment.items() if not name.startswith("MCORE_CKPT_")},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # what stock logs of each load that it refuses
-        text=True,
-    ) as process:
-        try:
-            yield CheckpointReader(process)
-        finally:
-            process.kill()  # it holds nothing, and tearing torch down takes seconds
+    here, there = Pipe()
+    # The child imports the main module of this process, and would import this package with it.
+    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+        process = start_apart(_answer_all, who, there, preload=STOCK if who == "stock" else MEGATRON)
+    there.close()
+    try:
+        yield CheckpointReader(here)
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        here.close()
 
 
 # --- in the process ---------------------------------------------------------------------------------------------------
@@ -164,7 +157,6 @@ def _answer(who: Who, directory: str, tensors_only: bool) -> str:
     """The answer, from a child."""
 
     def told() -> str:
-        os.dup2(2, 1)  # what Megatron prints is no answer
         found = _look(who, directory, tensors_only)
         return json.dumps({name: getattr(found, name) for name in Found.__slots__})
 
@@ -174,19 +166,16 @@ def _answer(who: Who, directory: str, tensors_only: bool) -> str:
         return json.dumps({"died": str(error)})
 
 
-def _main(who: Who) -> None:
-    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (once, for all children)
-
-    import tests.support.states  # noqa: F401
-
+def _answer_all(who: Who, questions: Connection) -> None:
+    for name in [name for name in os.environ if name.startswith("MCORE_CKPT_")]:
+        del os.environ[name]
+    warnings.simplefilter("ignore")
+    with open(os.devnull, "w") as nothing:  # what stock logs of each load that it refuses
+        for number in (1, 2):
+            os.dup2(nothing.fileno(), number)
     if who == "ours":
         import mcore_ckpt
 
         mcore_ckpt.install()
-    for line in sys.stdin:
-        directory, tensors_only = json.loads(line)
-        print(_answer(who, directory, tensors_only), flush=True)
-
-
-if __name__ == "__main__":
-    _main("stock" if sys.argv[1] == "stock" else "ours")
+    while True:
+        questions.send(_answer(who, *questions.recv()))

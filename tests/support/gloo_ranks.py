@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -62,7 +63,12 @@ MEGATRON: Final = (
     "mcore_ckpt.megatron.install",
     "tests.support.megatron_without_cuda",
 )
-STOCK: Final = ("tests.support.pretend_main", "megatron.core.dist_checkpointing")
+STOCK: Final = (
+    "tests.support.pretend_main",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.models.gpt.gpt_layer_specs",
+)
 PRETENDING: Final = (*STOCK, "mcore_ckpt.megatron.strategy", "mcore_ckpt.megatron.install")
 _PLAIN_DCP: Final = ("mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader")
 
@@ -232,8 +238,13 @@ def standing_ranks(
     environment: Mapping[str, str] | None = None,
     preload: Sequence[str] = (),
     collective_s: float = _STAY_FOR_S,
+    is_measured: bool = False,
 ) -> Iterator[StandingRanks]:
-    """Start ranks for the block, whose collectives have so many seconds; other arguments as for `run_ranks`."""
+    """Start ranks for the block, whose collectives have so many seconds; other arguments as for `run_ranks`.
+
+    `is_measured`: they collect garbage as a job does, also among what their server has imported. Megatron's optimizer
+    collects it at each save, which takes a rank 0.3 s.
+    """
     from torch.distributed import TCPStore
 
     # The store lives here, on a port that the system chose, so that no rank's death takes it down.
@@ -246,7 +257,8 @@ def standing_ranks(
             for rank in range(world_size):
                 mine, theirs = Pipe()
                 connections.append(mine)
-                arguments = (rank, world_size, store.port, theirs, variables, f"{stacks}/{rank}", collective_s)
+                own = theirs, variables, f"{stacks}/{rank}"
+                arguments = (rank, world_size, store.port, *own, collective_s, is_measured)
                 processes.append(_start(tuple(preload), _rank_main, arguments, f"rank {rank}"))
                 theirs.close()
             yield StandingRanks(processes, connections, Path(stacks))
@@ -272,11 +284,11 @@ def _kill_group(process: BaseProcess) -> None:
         process.kill()
 
 
-def start_apart(function: Callable[..., object], *args: Any) -> BaseProcess:
+def start_apart(function: Callable[..., object], *args: Any, preload: tuple[str, ...] = _PLAIN_DCP) -> BaseProcess:
     """Call it in a child of a process which has imported the package and has not used it: one that has used an object
     store cannot be forked. It ends with 1 if the function raises.
     """
-    return _start(_PLAIN_DCP, _in_environment, (dict(os.environ), function, args), "apart", daemon=True)
+    return _start(preload, _in_environment, (dict(os.environ), function, args), "apart", daemon=True)
 
 
 def _in_environment(environment: Mapping[str, str], function: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -380,9 +392,12 @@ def _rank_main(
     variables: dict[str, str],
     stacks: str,
     collective_s: float,
+    is_measured: bool,
 ) -> None:
     """Do what is sent, until nobody sends anything any more."""
     os.setsid()
+    if not is_measured:
+        gc.freeze()
     if sys.platform == "linux":  # killed by the kernel when the server is gone, as it is once the test process is
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
