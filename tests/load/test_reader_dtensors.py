@@ -93,7 +93,7 @@ def load_all(rank: int, root: str, layouts: list[str], each: bool) -> dict[str, 
 @pytest.mark.parametrize(
     ("saved", "worlds"),
     [
-        (["rows", "columns", "grid", "copies of rows"], (4, 3)),
+        (["columns", "grid"], (4, 3)),
         pytest.param(list(LAYOUTS), (4, 3, 1), marks=pytest.mark.long),
     ],
     ids=["some", "all"],

@@ -308,7 +308,7 @@ def _save_often(rank: int, directory: str, saves: int, options: SaveOptions) -> 
 def test_dozens_of_saves_leave_nothing(writer: Any, tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     options = SaveOptions(writer=writer)
-    for before, after in run_ranks(_save_often, 2, str(tmp_path), 50, options, deadline_s=300):
+    for before, after in run_ranks(_save_often, 2, str(tmp_path), 36, options, deadline_s=300):
         assert after == before
     left = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "mcore" in name]
     assert not [name for name in left if not name.startswith("mcore_ckpt-test-")], "(those are of other tests)"

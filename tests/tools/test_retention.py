@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +38,7 @@ from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import flip
 from tests.support.model_like import write_model
 from tests.support.object_server import ObjectDirectory
+from tests.support.processes import exit_code, fork, in_child
 from tests.support.stored_layouts import whole, write_checkpoint
 from tests.support.stored_saves import loaded
 from tests.support.stored_saves import save as save_rows
@@ -252,21 +253,15 @@ def test_release_and_what_lies_behind_a_link_stay(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
     """Before it has removed anything, or in the middle."""
-    killed = f"""
-import os
-from mcore_ckpt.storage.resolve import LocalStorage
-from mcore_ckpt.directory.retention import prune_run
-delete, count = LocalStorage.delete, 0
-def dying(self, name, missing_ok=True):
-    global count
-    if count == {after}:
-        os._exit(9)
-    count += 1
-    delete(self, name, missing_ok)
-LocalStorage.delete = dying
-prune_run({str(run)!r}, keep_last=4, remove=True)
-"""
-    assert subprocess.run([sys.executable, "-c", killed], timeout=60, check=False).returncode == 9
+    delete, calls = LocalStorage.delete, itertools.count()
+
+    def dying(storage: LocalStorage, name: str, missing_ok: bool = True) -> None:
+        if next(calls) == after:
+            os._exit(9)
+        delete(storage, name, missing_ok)
+
+    with mock.patch.object(LocalStorage, "delete", dying):
+        assert exit_code(fork(lambda: prune_run(run, keep_last=4, remove=True))) == 9
     assert list(run.glob(".mcore_ckpt_removed.*"))
     assert left(run) == [200, 300, 400, 500]
     assert main(["verify", str(run / name_of(100))]) == 2
@@ -327,14 +322,8 @@ def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monk
 def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One at work; one whose process has died; one elsewhere, then silent."""
     at_work = Commit.begin(LocalStorage(run / name_of(100)))
-    died = f"""
-import os
-from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.storage.resolve import LocalStorage
-commit = Commit.begin(LocalStorage({str(run / name_of(300))!r}))
-os._exit(0)
-"""
-    subprocess.run([sys.executable, "-c", died], timeout=60, check=True)
+    kept: list[Commit] = []
+    in_child(lambda: kept.append(Commit.begin(LocalStorage(run / name_of(300)))))  # and dies
     elsewhere = run / name_of(400) / f"{INCOMPLETE_MARKER}.{'ab' * 8}"
     elsewhere.write_bytes(replace(at_work.owner, host="another", place="another", save="ab" * 8).encode())
 
