@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-shared-fs test-bridge test-matrix layers pictures site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-shared-fs test-bridge test-matrix layers pictures site dist lint format bench bench-tools gpu clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -110,6 +110,9 @@ bench: $(INSTALLED)  ## saves and loads next to Megatron-Core, DCP, torch_checkp
 
 bench-tools: $(INSTALLED)  ## reshard, verify, diff, import, export and inspect next to coreutils; writes the table of docs/tools.md
 	$(BIN)/python scripts/bench_tools.py $(ARGS)
+
+gpu: $(INSTALLED)  ## on a machine with a GPU, 8 minutes: its tests, async saves while it trains, 8 GB next to Megatron-Core; writes docs/gpu.json
+	$(BIN)/python scripts/gpu.py $(ARGS)
 
 clean:  ## remove what was built; keeps .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

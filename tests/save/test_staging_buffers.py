@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,3 +285,14 @@ def test_a_device_without_streams_is_copied_from_at_once(monkeypatch: pytest.Mon
     copies.copy(values(1), lambda: values(1), target)
     assert torch.equal(target, values(1))
     copies.wait()
+
+
+@pytest.mark.long
+def test_the_script_for_a_machine_with_a_gpu_runs_each_step_dry(tmp_path: Path) -> None:
+    root, out = Path(__file__).resolve().parents[2], tmp_path / "gpu.json"
+    command = [sys.executable, "-W", "ignore", str(root / "scripts" / "gpu.py"), "--dry-run", "--out", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+    found = json.loads(out.read_text())
+    assert found["isolation"]["saves"] == 6
+    assert set(found["speed"]["mcore_ckpt"]) == {"save", "load", "async: training waits", "async: durable"}
