@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import mcore_ckpt
 from benchmarks import tables
@@ -24,6 +28,8 @@ from mcore_ckpt import LoadOptions, SaveOptions
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.tools.verify import verify_checkpoint
 from scripts import pictures, promises
+from tests.support.gloo_ranks import run_megatron_ranks
+from tests.support.object_server import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -391,17 +397,22 @@ def test_what_else_the_page_names_is_there() -> None:
         assert promises.level_of(f"`{named}`"), named
 
 
+def run_loop(rank: int, script: Path, run: Path, port: int) -> str:
+    """What the script prints, in a process with the variables of torchrun."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", [str(script), str(run)]):
+        runpy.run_path(str(script))
+    return printed.getvalue()
+
+
 def test_the_loop_of_the_guide_runs_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="what the loop saves through")
     script = ROOT / "examples" / "own_loop.py"
     [shown] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guides/loop.md").read_text(), re.MULTILINE | re.DOTALL)
     assert shown == script.read_text()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command, script, tmp_path / "run"], env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert sorted(re.findall(r"rank (\d) resumed at step 30", ended.stdout)) == ["0", "1"]
+    printed = run_megatron_ranks(run_loop, 2, script, tmp_path / "run", free_port())
+    assert printed == [f"rank {rank} resumed at step 30\n" for rank in range(2)]
     for step in (10, 20, 30):
         assert verify_checkpoint(tmp_path / "run" / f"iter_{step:07d}").whole
