@@ -346,17 +346,26 @@ class Commit:
         self._seen, found = run_concurrently(asks, self._listed, partial(run_concurrently, asks, *versions))
         self._shared = dict(zip(_SHARED, found, strict=True))
 
-    def publish(self, metadata: bytes, *, needed: Collection[str] = (), stale: Collection[str] = ()) -> None:
+    def publish(
+        self,
+        metadata: bytes,
+        *,
+        needed: Collection[str] = (),
+        stale: Collection[str] = (),
+        spare: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Make `metadata` the content of `.metadata`, then remove what is left of other saves. All files that it names
         must be there, and their content durable.
 
         `needed`: data files of other saves that it names. `stale`: files of the checkpoint that it replaces, by names
-        that others may use, too. Raises `SaveError`: nothing is published, unless `is_undecided`.
+        that others may use, too. `spare`: asked when it is published, whether all files of others stay, as a load
+        reads them. Raises `SaveError`: nothing is published, unless `is_undecided`.
         """
         self.have_common_wait()
         way = self._publish_by_condition if self.storage.is_store else self._publish_by_claim
         listed, claim = way(metadata)
         left = [name for name in listed if self._is_of_another_save(name, needed) and name != claim]
+        stale, left = ((), []) if spare() else (stale, left)
         reused, published = {*stale, *self._unnamed}, self.published
 
         def remove(name: str) -> None:

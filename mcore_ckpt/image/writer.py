@@ -353,6 +353,7 @@ class ImageWriter:
         self._files: list[ImageStream] = []
         self._setting: OrderedDict[int, ImageStream] = OrderedDict()  # those with a buffer, by number, last used last
         self._lock = threading.Lock()  # of what the threads count
+        self._ending = 0  # files that are closed, and not finished
 
     def open(
         self, writer: RangeWriter, planned: PlannedFile, around: Callable[[int], bytes | memoryview] | None = None
@@ -360,6 +361,10 @@ class ImageWriter:
         """Begin a file; arguments as of `ImageStream`."""
         self._files.append(ImageStream(self, writer, planned, around))
         return self._files[-1]
+
+    def await_finished(self, most: int) -> None:
+        """Wait until at most so many files have all their bytes, and are open still."""
+        self._crew.wait_for(lambda: self._ending <= most)
 
     def lend(self, stream: ImageStream) -> memoryview:
         """A buffer for a stream that has none."""
@@ -389,6 +394,7 @@ class ImageWriter:
         """All of a file has been handed over."""
         with self._lock:
             stream.closed = True
+            self._ending += 1
             written = not stream.pending
         if written:
             self._crew.submit(partial(self._finish, stream))
@@ -412,6 +418,8 @@ class ImageWriter:
         stream.writer.finish(stream.size_bytes)
         stream.fsync_s = time.perf_counter() - started
         stream.finished = True
+        with self._lock:
+            self._ending -= 1
 
     def _stuck(self) -> WriteTimeoutError:
         names = ", ".join(stream.writer.name for stream in self._files if not stream.finished)

@@ -27,7 +27,7 @@ import json
 import math
 import resource
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -46,7 +46,7 @@ from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.image.layout import PlannedFile, WrittenFile
-from mcore_ckpt.image.writer import ImageWriter, WindowPool
+from mcore_ckpt.image.writer import ImageStream, ImageWriter, WindowPool
 from mcore_ckpt.load.records import item_name, padded_range
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
 from mcore_ckpt.reshard.plan import Division, Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
@@ -199,6 +199,8 @@ def move_block(ahead: Ahead, feeds: Feeds) -> Iterator[tuple[int, StoredPayload,
 
 # Writes in flight at once.
 _WRITES: Final = 2
+# Files that have all their bytes and wait to be synced.
+_MOST_ENDING: Final = 16
 _MIN_BUFFER_BYTES: Final = 256 * 1024
 _MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
 # Memory of one worker: data that is read ahead takes 16 MiB of it, or half of that.
@@ -264,30 +266,46 @@ def _work_on(run: _Run, part: Part) -> None:
 
 
 def _write_part(run: _Run, part: Part, prepared: Sequence[Prepared]) -> None:
-    """Write the files of a part; each byte of the source is read once."""
+    """Write the files of a part; each byte of the source is read once. A file is open from its first byte to its last:
+    the system allows a process so many.
+    """
     payloads = run.payloads
     crcs: list[tuple[str, int, int]] = []
     ahead_buffers = 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2
     pool = WindowPool(*_buffers(run.memory_bytes, len(prepared)))
     with Crew(_READS, "mcore_ckpt-ahead") as readers, ImageWriter(pool, io_threads=_WRITES) as images:
-        streams = {
-            planned.name: images.open(run.target.new_file(planned.name, planned.image.size_bytes), planned, around)
-            for planned, around in prepared
-        }
+        files, left = (
+            {one[0].name: one for one in prepared},
+            Counter(file for move in part.moves for file in move.files),
+        )
+        streams: dict[str, ImageStream] = {}
+
+        def stream_of(file: str) -> ImageStream:
+            if file not in streams:
+                images.await_finished(_MOST_ENDING)
+                planned, around = files[file]
+                writer = run.target.new_file(file, planned.image.size_bytes)
+                streams[file] = images.open(writer, planned, around)
+            return streams[file]
+
         ahead = read_ahead(payloads, (move.division for move in part.moves), readers, ahead_buffers)
         for move in part.moves:
             if run.crew.failure is not None:
                 raise SaveError("another part has failed")  # which has told its error
             entry = move.division.entry
-            feeds = {number: streams[file].feed for number, file in enumerate(move.files)}
+            feeds = {number: stream_of(file).feed for number, file in enumerate(move.files)}
             for n, payload, value in move_block(ahead, feeds):
                 check_sum(payload, value)
                 payloads.was_read(entry, entry.chunks[n], value)
                 if payload.crc32 is None and run.keeps_crcs:
                     crcs.append((move.key, n, value))
             run.advance(move.division.payload_bytes)
-        for stream in streams.values():
-            stream.close()
+            left.subtract(move.files)
+            for file in {*move.files}:
+                if not left[file]:
+                    streams[file].close()
+        for file in [file for file in files if file not in streams]:  # without elements
+            stream_of(file).close()
     run.target.journal.record(images.results, crcs)
 
 

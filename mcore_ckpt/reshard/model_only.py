@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, leave_signals_to_parent
-from mcore_ckpt.directory.commit import Commit, identity_in_force
+from mcore_ckpt.directory.commit import Commit, identity_in_force, note_name
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files
 from mcore_ckpt.directory.publish import bind_common_file, discard
@@ -36,7 +37,7 @@ from mcore_ckpt.directory.retention import (
     reason_to_stay,
 )
 from mcore_ckpt.format.index import CheckpointIndex, Removed
-from mcore_ckpt.format.integrity import Identity, data_file_of, with_id
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES, Identity, data_file_of, with_id
 from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, parse_index, read_index
 from mcore_ckpt.reshard.conversion import write_all
 from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist, refuse_other_fingerprints
@@ -47,6 +48,7 @@ from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
 FAILED: Final = "its optimizer's state could not be removed"
+_SAVED_AGAIN: Final = "it has been saved again"
 _WORKERS: Final = 2
 _BUFFERS_BYTES: Final = 128 * 1024**2
 
@@ -107,13 +109,20 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
     what = f"the optimizer's state ({counted(len(going), 'item')}, {human_bytes(sum(going))})"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     removed = Removed(f"{what} was removed on {when} by {by}", round((checkpoint.saved_at_s or 0.0) * 1e9))
-    save_over = partial(_save_over, index=index, removed=removed)
-    if (why := _under_note(storage, judged, checkpoint, run, save_over)) is not None:
+    under_note = partial(_under_note, storage, judged, checkpoint, run)
+    try:
+        why = _save_over(storage, index, removed, under_note)
+    except LoadError:
+        if identity_in_force(storage) == judged:
+            raise
+        why = _SAVED_AGAIN  # and its files are gone
+    if why is not None:
         return keep(why)
     return PruneDecision(checkpoint, False, "model only", stays_bytes=sum(storage.sizes().values()))
 
 
 _Reason = Callable[[Storage], str | None]
+_Change = Callable[[Commit, _Reason], str | None]
 
 
 def _under_note(
@@ -121,13 +130,13 @@ def _under_note(
     judged: Identity | None,
     checkpoint: RunCheckpoint,
     run: str | os.PathLike[str],
-    change: Callable[[Commit, _Reason], str | None],
+    change: _Change,
 ) -> str | None:
     """Change a checkpoint with a note there, which keeps saves out; or why it must stay as it is."""
     commit = Commit.begin(storage, {REMOVAL: True})
     try:
         reason = partial(reason_to_stay, checkpoint, run, commit.id)
-        why = "it has been saved again" if commit.base != judged else reason(storage)
+        why = _SAVED_AGAIN if commit.base != judged else reason(storage)
         return change(commit, reason) if why is None else why
     finally:
         commit.give_up()
@@ -142,16 +151,32 @@ def _left_by_removal(storage: Storage, index: CheckpointIndex) -> list[str]:
     return [name for name, version in found.items() if version is not None and version.modified_ns <= until_ns]
 
 
-def _save_over(commit: Commit, reason: _Reason, *, index: CheckpointIndex, removed: Removed) -> str | None:
-    """Publish the model of a checkpoint in the place of all its state; or why that must stay. The id of the save stays,
-    but for the names of its files.
+def _save_over(
+    storage: Storage, index: CheckpointIndex, removed: Removed, under_note: Callable[[_Change], str | None]
+) -> str | None:
+    """Write the model of a checkpoint, and publish it in the place of all its state; or why that must stay. The id of
+    the save stays, but for the names of its files.
+
+    Writing takes long, and a save that begins there meanwhile comes first: the note is made behind it.
     """
     path, journal = checkpoint_path(index.path), Journal()
     journal.save_id = journal.save_id if index.manifest is None else index.manifest.save_id
-    plan = _plan_of_model(index, partial(with_id, save_id=bytes.fromhex(commit.id)))
+    plan = _plan_of_model(index, partial(with_id, save_id=secrets.token_bytes(SAVE_ID_BYTES)))
     assert plan.index is not None
     plan = replace(plan, index=replace(plan.index, removed=removed))
-    made = Target(path, commit.storage, journal, lambda _, content: commit.publish(content, stale=(INTEGRITY_FILE,)))
+    made = Target(path, storage, journal, lambda *_: None)
+    is_decided = False
+
+    def publish(commit: Commit, reason: _Reason) -> str | None:
+        nonlocal is_decided
+        if (why := reason(storage)) is None:
+            storage.keep_owner((*plan.sizes, note_name(commit.id)), METADATA_FILE)
+            try:
+                commit.publish(content, needed=plan.sizes, stale=(INTEGRITY_FILE,), spare=are_read)
+            finally:
+                is_decided = commit.is_over  # it is published, or may yet be
+        return why
+
     try:
         made.reserve(plan.sizes)
         with StoredPayloads(index) as payloads:
@@ -162,12 +187,11 @@ def _save_over(commit: Commit, reason: _Reason, *, index: CheckpointIndex, remov
         refuse_other_fingerprints(plan, index, written)
         if written.removed is None:
             return "its index has no place for what was removed; reshard it with --drop-optimizer"
-        if (why := reason(commit.storage)) is None:
-            made.publish(METADATA_FILE, content)
-        return why
+        with storage.readers_of(METADATA_FILE) as are_read:
+            return under_note(publish)
     finally:
-        if not commit.is_over:  # neither published, nor may it be yet
-            discard(commit.storage, plan.sizes)
+        if not is_decided:
+            discard(storage, plan.sizes)
 
 
 def _plan_of_model(index: CheckpointIndex, name_of: Callable[[str], str]) -> TargetPlan:

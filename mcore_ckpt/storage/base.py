@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple
 
@@ -306,7 +306,18 @@ class Storage(ABC):
 
     def is_in_use(self, name: str) -> bool:
         """Whether some process is known to be within `in_use` of a file; False where that cannot be told."""
-        return False
+        with self.readers_of(name) as are_there:
+            return are_there()
+
+    @contextmanager
+    def readers_of(self, name: str) -> Iterator[Callable[[], bool]]:
+        """Within the block, what tells of the file that has this name now, also when another has got the name, whether
+        some process is known to be within `in_use` of it.
+        """
+        yield lambda: False
+
+    def keep_owner(self, names: Iterable[str], like: str) -> None:  # noqa: B027  (in a store there is none)
+        """Give files the mode of another, and its owner where this user may. Raises `SaveError`."""
 
     # Data files
 

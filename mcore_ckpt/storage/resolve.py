@@ -13,8 +13,9 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -210,19 +211,41 @@ class LocalStorage(Storage):
                     fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too
                 close_read(fd)
 
-    def is_in_use(self, name: str) -> bool:
-        fd = None
+    @contextlib.contextmanager
+    def readers_of(self, name: str) -> Iterator[Callable[[], bool]]:
+        fd, problem = None, None
         try:
             fd = open_regular(self.root, name, os.O_RDWR)  # NFS asks for that
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except LoadError:
-            return False
+            pass
         except OSError as error:
-            return error.errno in (errno.EAGAIN, errno.ESTALE)  # another process has it, or it cannot be told
+            problem = error.errno
+
+        def are_there() -> bool:
+            if fd is None:
+                return problem == errno.ESTALE
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                return error.errno in (errno.EAGAIN, errno.ESTALE)  # another process has it, or it cannot be told
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return False
+
+        try:
+            yield are_there
         finally:
             if fd is not None:
                 close_read(fd)
-        return False
+
+    def keep_owner(self, names: Iterable[str], like: str) -> None:
+        with saving("looking at its owner", self.path(like)):
+            status = os.stat(self.path(like), follow_symlinks=False)
+        for name in names:
+            path = self._own(name)
+            with saving("giving it the mode of the file before it", path):
+                with contextlib.suppress(PermissionError):
+                    os.chown(path, status.st_uid, status.st_gid)
+                os.chmod(path, stat.S_IMODE(status.st_mode))
 
     def overwrite(self, name: str, content: bytes) -> bool:
         with saving(f"writing bytes [0, {len(content)})", self.path(name)):

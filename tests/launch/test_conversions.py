@@ -14,10 +14,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import mcore_ckpt
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
+from mcore_ckpt.format.metadata_read import HF_INDEX
+from mcore_ckpt.models.conversions import (
+    export_checkpoint,
+    import_checkpoint,
+    merge_checkpoints,
+    verify_weights,
+)
 from mcore_ckpt.models.logits import check_logits
 from mcore_ckpt.tools.diff import diff_checkpoints
+from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.launch.pretrain import launch, megatron_lm, tracked_iteration
+from tests.launch.variants import ASYNC
 from tests.models import test_table as table
 from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, tokens
 from tests.support.models import megatron_version
@@ -71,6 +79,30 @@ def test_a_launch_starts_from_the_average_of_others(launches: Path, tmp_path: Pa
     losses = [launch(side, 1, start, launches / f"averaged-{side}").losses for side in ("stock", "ours")]
     assert sorted(losses[0]) == [1, 2, 3]
     assert losses[0] == losses[1]
+
+
+def test_a_launch_keeps_models_alone_and_exports_them(launches: Path, tmp_path: Path) -> None:
+    """Its older checkpoints have a sixth of their bytes, and start other launches; the models are those saved last."""
+    trained, models = launches / "less-checkpoints", tmp_path / "models"
+    arguments = [*_LLAMA, "--bf16", "--use-distributed-optimizer", "--hidden-size", "256"]
+    options = {"MCORE_CKPT_KEEP_OPTIMIZER_LAST": "1", "MCORE_CKPT_EXPORT_TO": str(models)}
+    saving = ["--save", str(trained), "--save-interval", "2", *ASYNC]
+    launch("ours", 2, [*arguments, *saving], launches / "less", options)
+    sizes = {found.checkpoint.name: found.checkpoint for found in mcore_ckpt.list_run(trained).checkpoints}
+    old, full = sizes["iter_0000004"], sizes["iter_0000006"]
+    assert old.removed is not None
+    assert full.removed is None
+    assert old.size_bytes <= 0.16 * full.size_bytes
+    assert verify_checkpoint(old.path).whole
+    assert verify_weights(models / full.name).whole
+    export_checkpoint(full.path, tmp_path / "after", to="hf")
+    assert (models / full.name / HF_INDEX).read_bytes() == (tmp_path / "after" / HF_INDEX).read_bytes()
+    start = [*arguments, "--load", str(trained), "--ckpt-step", "4"]
+    refused = launch("ours", 2, start, launches / "less-refused", expected_exit=None)
+    assert "was removed on" in refused.log
+    assert "by keep_optimizer_last=1" in refused.log
+    on = launch("ours", 2, [*start, "--no-load-optim"], launches / "less-on")
+    assert sorted(on.losses) == [5, 6]
 
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"

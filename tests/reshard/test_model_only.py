@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,11 +23,12 @@ from mcore_ckpt.directory.commit import YOUNG_S, Commit
 from mcore_ckpt.directory.in_force import DrainNote, index_files
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import NOT_COPIED, PruneReport, prune_run
-from mcore_ckpt.format.index import Removed
+from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, TRACKER_FILE, parse_index, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.reshard import conversion
+from mcore_ckpt.reshard import model_only as model_only_module
 from mcore_ckpt.reshard.model_only import remove_optimizers
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
@@ -34,10 +36,12 @@ from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.runs import copy_checkpoint, lineage_of_run
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import made, run_pretending_ranks
+from tests.support.local_files import names
 from tests.support.model_like import read_all, write_model
 from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import exit_code, fork
+from tests.support.stored_layouts import stock_item
 
 ITERATIONS = (100, 200, 300)
 
@@ -63,8 +67,8 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def model_only(run: str | Path) -> list[int]:
-    names = [name for name in storage_at(run).folders() if look_at(Path(run) / name)[0].removed]
-    return sorted(int(name.removeprefix("iter_")) for name in names)
+    found = [name for name in storage_at(run).folders() if look_at(Path(run) / name)[0].removed]
+    return sorted(int(name.removeprefix("iter_")) for name in found)
 
 
 def why(report: PruneReport, iteration: int) -> str:
@@ -220,6 +224,73 @@ def test_what_a_load_reads_keeps_it_until_the_load_has_ended(run: Path) -> None:
     assert not model_only(run)
     remove_optimizers(run, keep_last=2, remove=True)
     assert model_only(run) == [100]
+
+
+def test_a_load_that_begins_at_the_last_moment_keeps_the_files_that_it_reads(run: Path) -> None:
+    old, claim = run / name_of(100), LocalStorage.claim
+
+    def claim_late(self: LocalStorage, *arguments: Any) -> str:
+        loads.enter_context(self.in_use(METADATA_FILE))
+        return claim(self, *arguments)
+
+    files = index_files(read_index(old))
+    with contextlib.ExitStack() as loads, mock.patch.object(LocalStorage, "claim", claim_late):
+        remove_optimizers(run, keep_last=2, remove=True)
+        assert model_only(run) == [100]
+        assert files <= names(old)
+    remove_optimizers(run, keep_last=2, remove=True)
+    assert names(old) == {*index_files(read_index(old)), METADATA_FILE, "common.pt", "metadata.json"}
+
+
+def test_a_save_that_begins_meanwhile_comes_first(run: Path) -> None:
+    def save_meanwhile(*arguments: Any, **options: Any) -> None:
+        save_flat(run / name_of(100), 5.0)
+        conversion.write_all(*arguments, **options)
+
+    with mock.patch.object(model_only_module, "write_all", save_meanwhile):
+        assert "it has been saved again" in why(remove_optimizers(run, keep_last=2, remove=True), 100)
+    index = read_index(run / name_of(100))
+    assert any(map(is_optimizer_key, index.tensors))
+    assert {name for name in names(run / name_of(100)) if name.endswith(".distcp")} == index_files(index)
+
+
+def test_owner_and_mode_stay(run: Path) -> None:
+    owner = 1000 if os.getuid() == 0 else os.getuid()
+    for path in (run / name_of(100)).iterdir():
+        os.chown(path, owner, -1)
+        path.chmod(0o664)
+    before = os.umask(0o077)
+    try:
+        remove_optimizers(run, keep_last=2, remove=True)
+    finally:
+        os.umask(before)
+    assert model_only(run) == [100]
+    found = [path.stat() for path in (run / name_of(100)).iterdir()]
+    assert {(status.st_uid, status.st_mode & 0o777) for status in found} == {(owner, 0o664)}
+
+
+def test_more_ranks_than_a_process_may_open_files(run: Path) -> None:
+    old, ranks = run / name_of(50), 300
+    old.mkdir()
+    tensors = {}
+    for key in ("w", "optimizer.m"):
+        chunks = []
+        for rank in range(ranks):
+            with (old / f"__{rank}_0.distcp").open("ab") as file:
+                start, item = file.tell(), stock_item(torch.full((1, 3), float(rank)))
+                file.write(item)
+            chunks.append(StoredChunk((rank, 0), (1, 3), StoredItem(f"__{rank}_0.distcp", start, len(item))))
+        tensors[key] = TensorEntry(key, "float32", (ranks, 3), tuple(chunks))
+    (old / METADATA_FILE).write_bytes(encode_metadata(CheckpointIndex(str(old), tensors, {})))
+
+    def removed() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        remove_optimizers(run, keep_last=1, remove=True)
+
+    os.utime(run / name_of(300) / METADATA_FILE)  # saved last
+    assert exit_code(fork(removed)) == 0
+    assert model_only(run) == [50, 100, 200]
+    assert verify_checkpoint(old).whole
 
 
 def test_a_job_goes_back_to_one_that_has_it(run: Path) -> None:
