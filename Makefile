@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-shared-fs test-bridge test-matrix layers pictures site dist lint format bench bench-tools gpu clean
+.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-shared-fs test-bridge test-frameworks test-matrix layers pictures site dist lint format bench bench-tools gpu clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -50,7 +50,7 @@ test-quick: $(INSTALLED)  ## the core, in a minute: what a commit should pass
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m quick $(ARGS)
 
 test-all: $(INSTALLED)  ## all tests, sweeps complete: hours; ARGS=tests/hosts: some; ARGS="-m long --share 0.2": a share of the long ones
-	$(BIN)/python -m pytest $(COMPLETE) --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix" $(ARGS)
+	$(BIN)/python -m pytest $(COMPLETE) --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix and not frameworks" $(ARGS)
 
 test-mutants: $(INSTALLED)  ## small changes of the package, each of which the tests must notice: half an hour; ARGS="-k NAME"
 	$(BIN)/python scripts/mutants.py $(ARGS)
@@ -74,6 +74,17 @@ test-bridge: $(INSTALLED)  ## the real Megatron-Bridge 0.6.2 on two ranks; with 
 	$(BIN)/python -m pip install --quiet --no-deps --target build/bridge --only-binary ':all:' \
 	    --platform manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0
 	MEGATRON_BRIDGE_PATH=$(CURDIR)/build/bridge $(BIN)/python -m pytest -m '' $(ARGS) tests/launch/test_bridge.py
+
+FRAMEWORKS := verl ms-swift torchtitan skyrl nvrx
+PIP_ARGS_nvrx := --only-binary ':all:' --platform manylinux_2_39_x86_64
+
+test-frameworks: $(FRAMEWORKS:%=$(VENV)/frameworks/%/installed.stamp)  ## the checkpoint code of verl, ms-swift and torchtitan, with VENV=.venv312 PYTHON=python3.12 SkyRL's, too, on two ranks: 15 minutes
+	FRAMEWORKS_PATH=$(abspath $(VENV)/frameworks) $(BIN)/python -m pytest -m frameworks $(ARGS) tests/frameworks
+
+$(VENV)/frameworks/%/installed.stamp: tests/frameworks/%.txt $(INSTALLED)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps $(PIP_ARGS_$*) --target $(@D) -r $<
+	@mkdir -p $(@D) && touch $@
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 besides the usual one)
 	scripts/test_matrix.sh $(ARGS)

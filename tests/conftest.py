@@ -185,7 +185,7 @@ def _has_gpu() -> bool:
 
 
 # Marks of tests that take long. `-m` with another mark, as in `-m crash`, leaves them out as the default does.
-LONG_MARKS = ("slow", "matrix", "long")
+LONG_MARKS = ("slow", "matrix", "long", "frameworks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,6 +33,7 @@ from mcore_ckpt.directory.iterations import refuse_incomplete
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, Removed, StoredChunk, TensorEntry
 from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.parameter_table import TABLE_MEMBER
 from mcore_ckpt.format.state_file import StoredStorage
 from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.unpickler import Opaque
@@ -362,7 +363,7 @@ def _kinds(index: CheckpointIndex, wanted: Callable[[str], bool]) -> dict[str, b
 def _differing_objects(a: StoredPayloads, b: StoredPayloads, keys: Sequence[str]) -> list[str]:
     """Keys of objects that differ. Raises for a damaged one, which is no other value."""
     contents = ([_contents(payloads.index.objects[key], payloads) for key in keys] for payloads in (a, b))
-    differing = [key for key, x, y in zip(keys, *contents, strict=True) if x != y]
+    differing = [key for key, x, y in zip(keys, *contents, strict=True) if not _are_alike(x, y)]
     for key in differing:
         read_object(a.index, a.index.objects[key])
         read_object(b.index, b.index.objects[key])
@@ -638,8 +639,17 @@ def _same_bytes(a: memoryview, b: memoryview) -> bool:
     return len(a) == len(b) and np.array_equal(np.frombuffer(a, f"u{width}"), np.frombuffer(b, f"u{width}"))
 
 
+def _are_alike(a: object, b: object) -> bool:
+    """Whether two objects are; Megatron-Core stores buckets without a table of their parameters."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        lacking = {_TABLE} - (a.keys() & b.keys())
+        a, b = ({name: content for name, content in one.items() if name not in lacking} for one in (a, b))
+    return a == b
+
+
 # What torch.save adds that says nothing about the object.
 _INCIDENTAL = ("version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
+_TABLE: Final = TABLE_MEMBER.partition("/")[2]
 
 
 def _contents(entry: ObjectEntry, payloads: StoredPayloads) -> object:

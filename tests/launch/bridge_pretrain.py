@@ -8,60 +8,17 @@ YAML. `site/sitecustomize.py` has to be on PYTHONPATH, as for `pretrain_gpt.py`.
 
 from __future__ import annotations
 
-import builtins
 import sys
-import types
-from functools import cache
-from typing import Any
 
 import torch
 import yaml
-from torch import nn
 
-# What Bridge imports at its head and a CPU does not have; Megatron-Core does without them.
-_ABSENT = ("transformer_engine", "modelopt")
-_import = builtins.__import__
-
-
-class _Absent(types.ModuleType):
-    """A module of a package that is not installed: its classes are empty modules of torch."""
-
-    __path__: list[str] = []
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """As a function: a predicate that says no, or a factory that has nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = type(name, (nn.Module,), {}) if name[0].isupper() else _absent(f"{self.__name__}.{name}")
-        setattr(self, name, value)
-        return value
-
-
-@cache
-def _absent(name: str) -> _Absent:
-    return _Absent(name)
-
-
-def _import_for_bridge(
-    name: str,
-    globals: Any = None,
-    locals: Any = None,
-    fromlist: Any = (),
-    level: int = 0,
-) -> Any:
-    importer = (globals or {}).get("__name__", "")
-    if level or name.split(".")[0] not in _ABSENT or not importer.startswith("megatron.bridge"):
-        return _import(name, globals, locals, fromlist, level)
-    if name == "transformer_engine.pytorch.optimizers":
-        raise ModuleNotFoundError(name)  # Bridge has a class of its own in their place
-    return _absent(name if fromlist else name.split(".")[0])
+from tests.launch.absent import stand_in
 
 
 def main(folder: str, iterations: str, *fields: str) -> None:
     """Train to that iteration."""
-    builtins.__import__ = _import_for_bridge
+    stand_in(("transformer_engine", "modelopt"), ("megatron.bridge",))
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.bridge.training import config
     from megatron.bridge.training.gpt_step import forward_step

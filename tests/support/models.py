@@ -33,6 +33,7 @@ class ModelShape:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 has fp32 main parameters in the optimizer
     tied: bool = False  # the output layer has the weight of the embedding, on the last stage of a pipeline a copy
     frozen: tuple[int, ...] = ()  # layers, from 1 on
+    dropout: float = 0.0
     layer_wise: bool = False  # Megatron's layer-wise optimizer, with SGD and its momentum in the place of Muon
     offload: Literal["", "fp32", "bfloat16"] = ""  # optimizer on the host, over parameters of that dtype
 
@@ -194,8 +195,8 @@ def build_training(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        hidden_dropout=shape.dropout,
+        attention_dropout=shape.dropout,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,

@@ -16,13 +16,18 @@ import torch
 from mcore_ckpt import ChecksumError, checkpoint_fingerprint, open_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.fingerprints import TensorFingerprint, state_of
+from mcore_ckpt.format.index import ObjectEntry, StoredItem
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.format.parameter_table import TABLE_MEMBER
+from mcore_ckpt.format.zip_records import with_members
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.diff import DiffReport, TensorDiff, diff_checkpoints
 from tests.support.fsdp_ranks import MESHES, save_divided
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import flip
 from tests.support.model_like import model_tensors, write_model
+from tests.support.stored_layouts import stock_item
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 OTHER = "decoder.layers.1.self_attention.linear_proj.weight"
@@ -63,6 +68,17 @@ def test_keys_on_one_side_objects_shapes_and_dtypes(tmp_path: Path, capsys: pyte
     assert found[OTHER]["values"] is None
     assert (found[KEY]["dtype_b"], found[KEY]["values"]["differing"], found[KEY]["same"]) == ("float32", 0, False)
     assert (report["objects_differ"], report["objects_same"]) == ([], 2)
+
+
+def test_an_object_with_a_table_of_parameters_is_that_of_megatron_which_writes_none(tmp_path: Path) -> None:
+    tables = {"stock": {}, "ours": {TABLE_MEMBER: b"one"}, "others": {TABLE_MEMBER: b"another"}}
+    for name, members in tables.items():
+        index = write_model(tmp_path / name)
+        (tmp_path / name / "__0_9.distcp").write_bytes(item := with_members(stock_item([[64]]), members))
+        index.objects["buckets"] = ObjectEntry("buckets", StoredItem("__0_9.distcp", 0, len(item)))
+        (tmp_path / name / ".metadata").write_bytes(encode_metadata(index))
+    assert diff_checkpoints(tmp_path / "stock", tmp_path / "ours").identical
+    assert diff_checkpoints(tmp_path / "ours", tmp_path / "others").objects_differ == ("buckets",)
 
 
 def test_values(tmp_path: Path) -> None:

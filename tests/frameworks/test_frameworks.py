@@ -1,0 +1,173 @@
+"""The checkpoint code of frameworks, from their own packages, on two gloo ranks: with mcore_ckpt and without.
+
+`make test-frameworks` installs what it needs. `test_bridge.py` of `tests/launch` has Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt.tools.diff import diff_checkpoints
+from tests.launch.pretrain import Launched, Side, launch
+from tests.launch.variants import assert_whole
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1200)]
+_JOB = Path(__file__).with_name("job.py")
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How a framework saves.
+
+    Attributes:
+        name: of its module `with_*.py`.
+        packages: folders of its packages.
+        parts: the directories of a checkpoint, by its step.
+        killed_at: part of the path of the directory whose commit rank 1 does not survive, of step 4.
+        asynchronous: fields for saves that are.
+        fields: further ones of all jobs.
+        after_kill: further ones of the job that resumes when an asynchronous save was killed.
+    """
+
+    name: str
+    packages: Mapping[Side, tuple[str, ...]]
+    parts: tuple[str, ...]
+    killed_at: str
+    asynchronous: tuple[str, ...] = ("async_save=true",)
+    fields: Mapping[Side, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    after_kill: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def train(
+        self,
+        side: Side,
+        run: Path,
+        place: Path,
+        *fields: str,
+        steps: int = 6,
+        environment: Mapping[str, str] | None = None,
+        expected_exit: int | None = 0,
+    ) -> Launched:
+        """Train to that step, with fields of `job.py` and of the framework."""
+        folders = [Path(os.environ["FRAMEWORKS_PATH"]) / package for package in self.packages[side]]
+        assert all(folder.is_dir() for folder in folders), f"run `make test-frameworks`: {folders} must be there"
+        fields += self.fields.get(side, ())
+        return launch(
+            side,
+            2,
+            [self.name, str(run), str(steps), *fields],
+            place,
+            {
+                "FRAMEWORK_PATH": ":".join(map(str, folders)),
+                "PYTORCH_JIT": "0",  # which compiles no function of a module that poses as CUDA's
+                "MCORE_CKPT_CERTIFY": "raise",
+                **(environment or {}),
+            },
+            expected_exit,
+            tree=_JOB,
+        )
+
+    def checkpoints(self, run: Path, step: int) -> list[Path]:
+        """The directories of the checkpoint of that step."""
+        return [run / part.format(step) for part in self.parts]
+
+
+def _of_both(*one: str) -> Mapping[Side, tuple[str, ...]]:
+    return {"stock": one, "ours": one}
+
+
+VERL = Framework(
+    "verl",
+    _of_both("verl"),
+    tuple(f"global_step_{{}}/actor/{part}/dist_ckpt" for part in ("model", "optimizer", "extra")),
+    killed_at="global_step_4/actor/optimizer",
+    fields={"stock": ("one_by_one=true",)},  # a load of all at once fails there
+)
+SWIFT = Framework(
+    "swift",
+    _of_both("ms-swift"),
+    ("checkpoint-{0}/iter_000000{0}",),
+    killed_at="iter_0000004",
+)
+TITAN = Framework(
+    "titan",
+    _of_both("torchtitan"),
+    ("checkpoint/step-{}",),
+    killed_at="checkpoint/step-4",
+    asynchronous=("mode=async",),
+)
+SKYRL = Framework(
+    "skyrl",
+    {"stock": ("skyrl", "nvrx"), "ours": ("skyrl",)},
+    ("global_step_{}/policy",),
+    killed_at="global_step_4",
+    fields=_of_both("dropout=0"),  # it saves no states of the generators of parallel ranks
+    after_kill=("resume=2",),  # its tracker file names a save that was scheduled
+)
+FRAMEWORKS = (VERL, SWIFT, TITAN, *((SKYRL,) if sys.version_info >= (3, 12) else ()))  # the least that SkyRL takes
+
+
+def _begun_at(job: Launched) -> int:
+    (step,) = set(re.findall(r"begins at step (\d+)", job.log))
+    return int(step)
+
+
+@dataclass(frozen=True)
+class NeverEnded:
+    """Losses and checkpoints of a job of the framework with stock Megatron."""
+
+    framework: Framework
+    losses: dict[int, float]
+    run: Path
+
+    def assert_resumed(self, job: Launched, run: Path, began: int) -> None:
+        """A job has resumed at that step, and its last checkpoint is, bit for bit, that of the job that never ended."""
+        assert _begun_at(job) == began
+        assert job.losses == {step: loss for step, loss in self.losses.items() if step > began}
+        checkpoints = self.framework.checkpoints
+        for checkpoint, other in zip(checkpoints(run, 6), checkpoints(self.run, 6), strict=True):
+            assert_whole(checkpoint)
+            report = diff_checkpoints(checkpoint, other)
+            if {one.name for one in report.common_values} == {"async_save"}:  # of the arguments, which ms-swift saves
+                report = replace(report, common_differs=(), common_values=())
+            assert report.identical
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS, ids=str)
+def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NeverEnded:
+    place = tmp_path_factory.mktemp("stock")
+    job = request.param.train("stock", place / "run", place / "log")
+    assert sorted(job.losses) == [1, 2, 3, 4, 5, 6]
+    return NeverEnded(request.param, job.losses, place / "run")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_killed_in_mid_save_and_resumed(is_async: bool, stock: NeverEnded, tmp_path: Path) -> None:
+    framework, run = stock.framework, tmp_path / "run"
+    fields = framework.asynchronous if is_async else ()
+    killed = framework.train(
+        "ours", run, tmp_path / "killed", *fields, f"die={framework.killed_at}", expected_exit=None
+    )
+    assert "SIGKILL" in killed.log
+    again = framework.train("ours", run, tmp_path / "again", *fields, *(framework.after_kill if is_async else ()))
+    stock.assert_resumed(again, run, 2)
+
+
+def test_each_resumes_what_the_other_has_saved(stock: NeverEnded, tmp_path: Path) -> None:
+    framework = stock.framework
+    sides: tuple[Side, Side] = ("stock", "ours")
+    for first, second in (sides, sides[::-1]):
+        run = tmp_path / f"{first}-{second}"
+        fields = framework.asynchronous if first == "ours" else ()
+        framework.train(first, run, tmp_path / f"{run.name}-first", *fields, steps=4)
+        resumed = framework.train(second, run, tmp_path / f"{run.name}-second")
+        stock.assert_resumed(resumed, run, 4)
