@@ -87,7 +87,7 @@ def test_megatron_versions_are_one_list() -> None:
 def test_a_mark_alone_starts_no_long_test() -> None:
     """`-m crash` would run for an hour; `-m "crash and long"` asks for it."""
     for asked, taken in (
-        ("crash", "(crash) and not slow and not matrix and not long"),
+        ("crash", "(crash) and not slow and not matrix and not long and not frameworks"),
         ("crash and long",) * 2,
         ("",) * 2,
     ):

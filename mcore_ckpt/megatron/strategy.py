@@ -504,7 +504,8 @@ def _advice_on(reader: CheckpointReader, shards: Iterable[Any], objects: Iterabl
         return advice
     keys = {leaf.unique_key for leaf in objects if leaf.key.endswith("rng_state")} - reader.index.objects.keys()
     if keys and any("rng_state/" in key for key in reader.index.objects):
-        return ". Random states are stored for another division of the ranks, and cannot follow: add --no-load-rng"
+        stored = ". Random states are stored for another division of the ranks, and cannot follow"
+        return f"{stored}: add --no-load-rng (verl: no `extra` in load_contents)"
     return ""
 
 
