@@ -26,12 +26,11 @@ import math
 import operator
 import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -668,34 +667,53 @@ def _of(leaf: Any, value: Any) -> Any:
 
 
 @without_modes()
+def certify_part(make: Callable[[], Any], directory: Path, optimizer: Any) -> None:
+    """Certify what has been loaded from one of several directories, as `make` makes it again."""
+    options = LoadOptions.from_environment()
+    with _uncertified_is_told(directory, options):
+        certify(make, directory, optimizer, options=options)
+
+
+@contextlib.contextmanager
+def _uncertified_is_told(directory: Path, options: LoadOptions) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        if options.certify == "raise":
+            raise
+        tell_uncertified(directory, options, error)
+
+
+@without_modes()
 def certify_resume(
     stock: Mapping[str, Callable[..., Any]],
     load: MegatronLoad,
     arguments: Mapping[str, tuple[Any, Any]],
+    module: Any,
     optimizer: Any,
-    iteration: int,
-    operations: Any,
+    result: tuple[Any, ...],
 ) -> None:
-    """Certify what `load_checkpoint` has made of a job, by the calls that it has noted, made again. `stock`: Megatron's
-    functions; `optimizer`, `iteration`, `operations`: as of `load_checkpoint`.
+    """Certify what `load_checkpoint` has made of a job, by the calls that it has noted, made again. `stock`: functions
+    of `module`, under Megatron-LM's names; `optimizer`: as it was given; `result`: the iteration, and of Megatron-LM
+    the operations.
     """
     directory, options = load.directory, load.options
     if "generate_state_dict" not in arguments:
-        return tell_uncertified(directory, options, f"`generate_state_dict` of {TRAINING} has been replaced")
+        return tell_uncertified(directory, options, f"`generate_state_dict` of {module.__name__} has been replaced")
     args, kwargs = arguments["generate_state_dict"]
     call = inspect.signature(stock["generate_state_dict"]).bind(*args, **kwargs)
     call.apply_defaults()
-    given, job = call.arguments, call.arguments["args"]
-    flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name)]
+    given = call.arguments
+    job = given["args" if "args" in given else "ckpt_cfg"]
+    flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name, False)]
     reasons = [f"--{name.replace('_', '-')}" for name in flags]
     reader = load.filled_by
     has_random = reader is None or any("rng_state/" in key for key in reader.index.objects)
     if given["rng_state"] is None and has_random and not reasons:
         reasons.append("random states of another layout")
-    make_state = partial(_state_as_resumed, stock, load, arguments, call, iteration, operations)
-    try:
+    with _uncertified_is_told(directory, options):
         certify(
-            make_state,
+            partial(_state_as_resumed, stock, load, arguments, call, module, result),
             directory,
             optimizer,
             process_group=load.process_group,
@@ -704,10 +722,6 @@ def certify_resume(
             reader=reader,
             handed_out=load.change_common,
         )
-    except CheckpointError as error:
-        if options.certify == "raise":
-            raise
-        tell_uncertified(directory, options, error)
     return None
 
 
@@ -716,11 +730,12 @@ def _state_as_resumed(
     load: MegatronLoad,
     arguments: Mapping[str, tuple[Any, Any]],
     call: inspect.BoundArguments,
-    iteration: int,
-    operations: Any,
+    module: Any,
+    result: tuple[Any, ...],
 ) -> Any:
     """The state dict that `call` makes of the job as it has been resumed."""
-    given, job = call.arguments, call.arguments["args"]
+    given = call.arguments
+    job = given["args" if "args" in given else "ckpt_cfg"]
     if given["rng_state"] is not None:
         again, named = arguments["get_rng_state"]
         given["rng_state"] = stock["get_rng_state"](*again, **named)
@@ -729,16 +744,18 @@ def _state_as_resumed(
     if load.change_common is not None:  # nor is anything gathered: each rank has its own ranges
         metadata = {**(given["optim_sd_kwargs"].get("metadata") or {}), SHARDING_TYPE: FLAT_BUCKETS}
         given["optim_sd_kwargs"]["metadata"] = metadata
-    if given["rerun_state"]:  # a rerun is pending
-        machine = sys.modules[TRAINING].get_rerun_state_machine()
+    if given.get("rerun_state"):  # a rerun is pending
+        machine = module.get_rerun_state_machine()
         given["rerun_state"] = machine.state_dict(None, job.ckpt_format, force=True)
         # What it gives the iterators when there are some.
         given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
-    given.update(iteration=iteration)
+    given.update(iteration=result[0])
     state = stock["generate_state_dict"](*call.args, **call.kwargs)
-    state["num_floating_point_operations_so_far"] = operations
+    if module.__name__ == TRAINING:
+        state["num_floating_point_operations_so_far"] = result[1]
     if metadata_version(load.directory) != load.version:  # (not earlier: Megatron gathers, with all ranks or none)
         raise LoadError(f"{load.directory} was replaced while it was loaded")
     if job.finetune or load.directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
-        del state["args"], state["iteration"]
+        del state["iteration"]
+        state.pop("args", None)
     return state if load.change_common is None else with_own_ranges(state)

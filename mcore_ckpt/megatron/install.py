@@ -14,14 +14,15 @@ own: its training code imports queue, request and writer from NVRx, which is not
 puts modules of these names in place that hand out ours, for the format `torch_dist` alone. NVRx that is installed is
 never covered; its queue is then served like Megatron's.
 
-Megatron-LM's training code is imported later: then its `load_checkpoint` is made to end with a certificate, and the
-distributed optimizer to say what lies where in its buckets.
+Training code is imported later: then loads of Megatron-LM, Megatron-Bridge, ms-swift and verl are made to end with a
+certificate, and the distributed optimizer to say what lies where in its buckets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -379,12 +380,20 @@ def async_strategy_source(stock: Any) -> Any:
     return get_async_strategy
 
 
-# --- Megatron-LM's training code, when it is imported -----------------------------------------------------------------
+# --- training code, when it is imported -------------------------------------------------------------------------------
+
+# Modules made like Megatron-LM's, with their functions for the random states, for the state dict, and for loads.
+_CERTIFIED: Final = {
+    TRAINING: ("get_rng_state", "generate_state_dict", "load_checkpoint"),
+    "megatron.bridge.training.checkpointing": ("get_rng_state", "generate_state_dict", "_load_checkpoint_from_path"),
+    "swift.megatron.utils.megatron_lm_utils": ("_get_rng_state", "_generate_state_dict", "load_mcore_checkpoint"),
+}
+_VERL: Final = "verl.utils.checkpoint.megatron_checkpoint_manager"
 
 
 def change_when_imported() -> None:
-    """Let Megatron-LM's `load_checkpoint` end with a certificate, and the distributed optimizer say what lies where in
-    its buckets: now, or when their modules have been imported.
+    """Let loads end with a certificate, and the distributed optimizer say what lies where in its buckets: now, or when
+    their modules have been imported.
     """
     _change_modules()
     if _AfterImport not in sys.meta_path:
@@ -404,7 +413,7 @@ class _AfterImport:
         if not patches.replaced():
             return None
         _change_modules()
-        if name not in {TRAINING, OPTIMIZER} - cls._asked:
+        if name not in {*_CERTIFIED, _VERL, OPTIMIZER} - cls._asked:
             return None
         finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path))
         cls._asked.add(name)
@@ -424,27 +433,31 @@ class _AfterImport:
 
 
 def _change_modules() -> None:
-    _certify_module()
+    for module, names in _CERTIFIED.items():
+        _certify_module(module, names)
+    manager: Any = getattr(sys.modules.get(_VERL), "MegatronCheckpointManager", None)
+    if hasattr(manager, "load_checkpoint") and not hasattr(manager.load_checkpoint, "__wrapped__"):
+        patches.replace(manager, "load_checkpoint", _certified_parts(manager.load_checkpoint))
     if OPTIMIZER in sys.modules:
         from mcore_ckpt.megatron.flat_buckets import change_optimizer  # (not every job has it)
 
         change_optimizer()
 
 
-def _certify_module() -> None:
-    """Replace Megatron's functions, if they are there by now and have not been replaced yet."""
-    module: Any = sys.modules.get(TRAINING)
-    names = "get_rng_state", "generate_state_dict", "load_checkpoint"
-    if f"{TRAINING}.load_checkpoint" in patches.replaced() or not all(hasattr(module, name) for name in names):
+def _certify_module(name: str, names: tuple[str, str, str]) -> None:
+    """Replace a module's functions, if they are there by now and have not been replaced yet."""
+    module: Any = sys.modules.get(name)
+    load = names[2]
+    if f"{name}.{load}" in patches.replaced() or not all(hasattr(module, one) for one in names):
         return
-    stock = {name: getattr(module, name) for name in names}
-    for name in names[:2]:
-        patches.replace(module, name, _noting(name, stock[name]))
-    patches.replace(module, names[2], _certified(stock))
-    for other in list(sys.modules.values()):  # Megatron's own, where its module has another by now
-        held: Any = getattr(other, "__dict__", {}).get(names[2])
+    stock = dict(zip(_CERTIFIED[TRAINING], (getattr(module, one) for one in names), strict=True))
+    for key, one in zip(stock, names[:2], strict=False):
+        patches.replace(module, one, _noting(key, stock[key]))
+    patches.replace(module, load, _certified(stock, module))
+    for other in list(sys.modules.values()):  # its own, where the module has another by now
+        held: Any = getattr(other, "__dict__", {}).get(load)
         if getattr(held, "__globals__", None) is vars(module):
-            patches.replace(other, names[2], _certified({**stock, names[2]: held}))
+            patches.replace(other, load, _certified({**stock, "load_checkpoint": held}, module))
 
 
 def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -457,7 +470,7 @@ def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def _certified(stock: Mapping[str, Callable[..., Any]], module: Any) -> Callable[..., Any]:
     @functools.wraps(stock["load_checkpoint"])
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         if current_resume() is not None:  # a third-party function, which is certified, has called it
@@ -467,7 +480,32 @@ def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
         if (load := resume.load) is not None:
             from mcore_ckpt.megatron.certificate import certify_resume  # (a job that loads nothing does not need it)
 
-            certify_resume(stock, load, resume.arguments, kwargs.get("optimizer", *args[1:2]), *result[:2])
+            named = {**inspect.signature(stock["load_checkpoint"]).bind(*args, **kwargs).arguments, **kwargs}
+            optimizer, results = named.get("optimizer", *args[1:2]), result if isinstance(result, tuple) else (result,)
+            certify_resume(stock, load, resume.arguments, module, optimizer, results)
+        return result
+
+    return load_checkpoint
+
+
+def _certified_parts(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's `load_checkpoint`, which loads model, optimizer and random states from a directory each."""
+
+    @functools.wraps(stock)
+    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, local_path, *args, **kwargs)
+        from mcore_ckpt.megatron.certificate import certify_part
+
+        metadata = self._build_sharded_state_dict_metadata()
+        model = partial(self._build_model_sharded_state_dict, metadata)
+        parts = {
+            "model": (self.should_load_dist_ckpt_model and self.peft_cls is None, model),
+            "optimizer": (self.should_load_optimizer, lambda: self._build_optimizer_state_dict(model(), metadata)),
+            "extra": (self.should_load_extra, self._build_extra_state_dict),
+        }
+        for name, (is_loaded, make) in parts.items():
+            if is_loaded and not self.use_megatron_fsdp:
+                certify_part(make, Path(local_path, name, "dist_ckpt"), self.optimizer if name == "optimizer" else None)
         return result
 
     return load_checkpoint

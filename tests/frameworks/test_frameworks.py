@@ -32,7 +32,7 @@ class Framework:
         packages: folders of its packages.
         parts: the directories of a checkpoint, by its step.
         killed_at: part of the path of the directory whose commit rank 1 does not survive, of step 4.
-        asynchronous: fields for saves that are; None: it has none under this Megatron.
+        asynchronous: fields for saves that are; None: under this Megatron it fails at them, without mcore_ckpt, too.
         fields: further ones of all jobs.
         after_kill: further ones of the job that resumes when an asynchronous save was killed.
     """
@@ -141,7 +141,8 @@ class NeverEnded:
             assert_whole(checkpoint)
             report = diff_checkpoints(checkpoint, other)
             if {one.name for one in report.common_values} == {"async_save"}:  # of the arguments, which ms-swift saves
-                report = replace(report, common_differs=(), common_values=())
+                objects = tuple(key for key in report.objects_differ if not key.startswith("common_state/"))
+                report = replace(report, common_differs=(), common_values=(), objects_differ=objects)
             assert report.identical
 
 
@@ -176,10 +177,11 @@ def test_each_resumes_what_the_other_has_saved(stock: NeverEnded, tmp_path: Path
         stock.assert_resumed(resumed, run, 4)
 
 
-@pytest.mark.parametrize("stock", [VERL], indirect=True, ids=str)
-def test_verl_resumes_with_another_tensor_parallelism_without_random_states(stock: NeverEnded, tmp_path: Path) -> None:
+def test_verl_resumes_with_another_tensor_parallelism_without_random_states(tmp_path: Path) -> None:
     """The optimizer's state is stored as verl stores it unless told otherwise, which stock cannot divide again."""
-    refused = VERL.train("ours", stock.run, tmp_path / "refused", "tensor=2", steps=8, expected_exit=None)
+    run, without_random_states = tmp_path / "run", "load=[model,optimizer]"
+    VERL.train("ours", run, tmp_path / "saved", steps=2)
+    refused = VERL.train("ours", run, tmp_path / "refused", "tensor=2", steps=4, expected_exit=None)
     assert re.search("MissingKeyError: .*rng_state.*verl: no `extra` in load_contents", refused.log)
-    resumed = VERL.train("ours", stock.run, tmp_path / "resumed", "tensor=2", "load=[model,optimizer]", steps=8)
-    assert _begun_at(resumed) == 6
+    resumed = VERL.train("ours", run, tmp_path / "resumed", "tensor=2", without_random_states, steps=4)
+    assert _begun_at(resumed) == 2

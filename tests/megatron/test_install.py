@@ -491,6 +491,71 @@ def test_each_resume_is_certified_or_said_not_to_be(script: str, certified: bool
     in_child(run)
 
 
+VERL = """
+import torch
+from megatron.core import dist_checkpointing
+
+class MegatronCheckpointManager:
+    should_load_dist_ckpt_model, should_load_optimizer, should_load_extra = True, False, False
+    peft_cls, use_megatron_fsdp, optimizer = None, False, None
+
+    def _build_sharded_state_dict_metadata(self):
+        return {}
+
+    def _build_model_sharded_state_dict(self, metadata):
+        return {"w": dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.full((10,), 3.0)), "iteration": 3}
+
+    _build_extra_state_dict = None
+
+    def load_checkpoint(self, local_path):
+        dist_checkpointing.load(self._build_model_sharded_state_dict({}), f"{local_path}/model/dist_ckpt")
+"""
+LIKE_MEGATRON = TRAINING["checkpointing"].replace("import megatron.training.async_utils\n", "")
+LOOPS = {
+    "swift.megatron.utils.megatron_lm_utils": (
+        LIKE_MEGATRON.replace("get_rng", "_get_rng")
+        .replace("generate_state", "_generate_state")
+        .replace("load_checkpoint(model", "load_mcore_checkpoint(args, model")
+        .replace("return 3, 0", "return 3"),
+        "load_mcore_checkpoint(None, None, None, PATH)",
+    ),
+    "megatron.bridge.training.checkpointing": (
+        LIKE_MEGATRON.replace("load_checkpoint(model", "_load_checkpoint_from_path(path, state, model")
+        .replace("optimizer, path", "optimizer")
+        .replace("(args, rng_state", "(ckpt_cfg, rng_state")
+        .replace('"args": args, ', ""),
+        "_load_checkpoint_from_path(PATH, None, None, None)",
+    ),
+    "verl.utils.checkpoint.megatron_checkpoint_manager": (VERL, "MegatronCheckpointManager().load_checkpoint(PARTS)"),
+}
+
+
+@pytest.mark.parametrize("value", [3.0, 4.0], ids=["right", "wrong"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loads_of_frameworks_are_certified(name: str, value: float, saved: Path, tmp_path: Path) -> None:
+    source, call = LOOPS[name]
+    (tmp_path / "parts" / "model").mkdir(parents=True)
+    (tmp_path / "parts" / "model" / "dist_ckpt").symlink_to(saved)
+
+    def run() -> None:
+        *packages, module = name.split(".")
+        folder = tmp_path.joinpath(*packages)
+        folder.mkdir(parents=True)
+        (folder / f"{module}.py").write_text(source.replace("3.0", str(value)))
+        sys.path.insert(0, str(tmp_path))
+        package: Any = sys.modules["megatron"]
+        package.__path__ = [str(tmp_path / "megatron"), *package.__path__]
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        mcore_ckpt.install()
+        loop = vars(importlib.import_module(name))
+        with kept_log(logging.INFO) as lines:
+            eval(call, {**loop, "PATH": str(saved), "PARTS": str(tmp_path / "parts")})
+        (line,) = [line for line in lines if "resumed from" in line]
+        assert ("NOT as saved" if value == 4.0 else "as saved: 1 tensors") in line
+
+    in_child(run)
+
+
 WANTED = os.environ.get("MCORE_CKPT_TEST_MEGATRON")
 
 
