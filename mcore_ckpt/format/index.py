@@ -255,6 +255,7 @@ class Removed:
 
     said: str  # what, when, and by which setting
     saved_at_ns: int  # when the checkpoint was published with it, since 1970
+    files: tuple[str, ...] = ()  # data files that it had then, where their names do not tell the save
 
 
 # The name of Megatron's note of a parameter's own global shape, where its stretches are stored as rows of a grid.
@@ -630,7 +631,7 @@ def _details(columns: Columns, text: bytes) -> dict[str, Any]:
                 "modules": [str(name) for name in meta["modules"]],
             }
         if (removed := details.get("removed")) is not None:
-            removed = Removed(str(removed["said"]), int(removed["saved_at_ns"]))
+            removed = Removed(str(removed["said"]), int(removed["saved_at_ns"]), tuple(map(str, removed["files"])))
             if not 0 <= removed.saved_at_ns < 2**63:
                 raise ValueError("no time")
         return {"storage_meta": meta, "version": None if version is None else str(version), "removed": removed}
@@ -672,6 +673,9 @@ def is_compressed(descriptors: Any, where: str, fqn: str) -> bool:
     )
 
 
+# A step of zstd becomes 128 MiB at most; an object is refused beyond its limit.
+_ZSTD_STEP_BYTES: Final = 4096
+_MAX_UNPACKED_OBJECT_BYTES: Final = 1024**3
 MAX_INFLATION: Final = 1100
 """More than any deflated record can grow."""
 
@@ -691,14 +695,24 @@ def unpacked(stored: bytes, item: StoredItem, nbytes: int = 0) -> bytes:
         import zstandard
     except ImportError:
         raise LoadError("is compressed with zstd: install zstandard (pip install 'mcore-ckpt[zstd]')") from None
-    most = 2 * nbytes + MAX_INFLATION * len(stored)
+    most = _MAX_UNPACKED_OBJECT_BYTES if not nbytes else 2 * nbytes + MAX_INFLATION * 4096
+    parts, count, at = list[bytes](), 0, 0
+    frame = zstandard.ZstdDecompressor().decompressobj()
     try:
-        content: bytes = zstandard.ZstdDecompressor().stream_reader(stored).read(most + 1)
+        while at < len(stored):
+            if frame.eof:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+            piece = stored[at : at + _ZSTD_STEP_BYTES]
+            parts.append(frame.decompress(piece))
+            at += len(piece) - len(frame.unused_data)
+            count += len(parts[-1])
+            if count > most:
+                raise CorruptCheckpointError(f"{len(stored)} bytes of zstd hold more than {most}; {IF_DAMAGED}")
     except zstandard.ZstdError as error:
         raise CorruptCheckpointError(f"its bytes are not of zstd ({error}); {IF_DAMAGED}") from error
-    if len(content) > most:
-        raise CorruptCheckpointError(f"{len(stored)} bytes of zstd hold more than {most}; {IF_DAMAGED}")
-    return content
+    if not frame.eof:
+        raise CorruptCheckpointError(f"its {len(stored)} bytes end within a frame of zstd; {IF_DAMAGED}")
+    return b"".join(parts)
 
 
 def check_file_name(file: str, fqn: str, name: str) -> None:

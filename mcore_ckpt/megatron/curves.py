@@ -35,18 +35,23 @@ class Curves:
 
     def show(self, directory: Path, scalars: Mapping[str, float]) -> None:
         """Hand over the scalars of a save or load of that checkpoint. Never raises, and never waits for a writer."""
-        module: Any = sys.modules.get(_GLOBALS)
-        board, wandb = (getattr(module, f"get_{name}_writer", lambda: None)() for name in ("tensorboard", "wandb"))
-        if board is None and wandb is None:
-            return
+        try:
+            module: Any = sys.modules.get(_GLOBALS)
+            board, wandb = (getattr(module, f"get_{name}_writer", lambda: None)() for name in ("tensorboard", "wandb"))
+            if board is not None or wandb is not None:
+                self._enqueue(partial(_hand_over, board, wandb, iteration_of(directory.name), scalars))
+        except Exception as error:  # noqa: BLE001  (at the end of the interpreter no thread starts)
+            self._warn(f"cannot be given those of {directory} ({type(error).__name__}: {error!s:.300})")
+
+    def _enqueue(self, hand_over: Callable[[], None]) -> None:
         with self._lock:
             if len(self._waiting) == _MOST_WAITING:
-                self._warn(f"has not taken those of {_MOST_WAITING} saves and loads before {directory}")
+                self._warn(f"has not taken those of {_MOST_WAITING} saves and loads")
                 return
-            self._waiting.append(partial(_hand_over, board, wandb, iteration_of(directory.name), scalars))
             if not self._is_at_work:
-                self._is_at_work = True
                 threading.Thread(target=self._work, daemon=True).start()
+                self._is_at_work = True
+            self._waiting.append(hand_over)
 
     def _work(self) -> None:
         while True:

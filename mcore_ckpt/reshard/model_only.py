@@ -37,7 +37,7 @@ from mcore_ckpt.directory.retention import (
     reason_to_stay,
 )
 from mcore_ckpt.format.index import CheckpointIndex, Removed
-from mcore_ckpt.format.integrity import SAVE_ID_BYTES, Identity, data_file_of, with_id
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES, Identity, tells_save, with_id
 from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, parse_index, read_index
 from mcore_ckpt.reshard.conversion import write_all
 from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist, refuse_other_fingerprints
@@ -108,7 +108,9 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
         return keep(why)
     what = f"the optimizer's state ({counted(len(going), 'item')}, {human_bytes(sum(going))})"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    removed = Removed(f"{what} was removed on {when} by {by}", round((checkpoint.saved_at_s or 0.0) * 1e9))
+    without_id = tuple(name for name in sorted(index_files(index)) if not tells_save(name))
+    saved_at_ns = round((checkpoint.saved_at_s or 0.0) * 1e9)
+    removed = Removed(f"{what} was removed on {when} by {by}", saved_at_ns, without_id)
     under_note = partial(_under_note, storage, judged, checkpoint, run)
     try:
         why = _save_over(storage, index, removed, under_note)
@@ -143,9 +145,12 @@ def _under_note(
 
 
 def _left_by_removal(storage: Storage, index: CheckpointIndex) -> list[str]:
-    """Data files that a removal which was killed has left: not of the index, and older than it."""
+    """Data files that a removal which was killed has left: not of the index, older than it, and either with the id of a
+    save in their names or files of the checkpoint before.
+    """
     published, named = storage.version(METADATA_FILE), index_files(index)
-    others = [name for name in storage.list() if data_file_of(name) is not None and name not in named]
+    before = () if index.removed is None else index.removed.files
+    others = [name for name in storage.list() if name not in named and (tells_save(name) or name in before)]
     found = {name: storage.version(name) for name in others}
     until_ns = 0 if published is None else published.modified_ns
     return [name for name, version in found.items() if version is not None and version.modified_ns <= until_ns]

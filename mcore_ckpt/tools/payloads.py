@@ -42,6 +42,7 @@ from mcore_ckpt.load.records import (
     checksum_error,
     chunk_name,
     contiguous_around,
+    item_name,
     naming,
     whole_blocks,
 )
@@ -180,7 +181,7 @@ class StoredPayloads:
         item = entry.item
         if item.file == MADE_HERE:
             return self._unpacked[entry.fqn]
-        with self.files.reader(item.file) as reader:
+        with naming(partial(item_name, entry.fqn, item)), self.files.reader(item.file) as reader:
             check_item(ItemCheck(entry.fqn, item), reader)
             return read_item(reader, item)
 

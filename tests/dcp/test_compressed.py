@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import zstandard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt import FileSystemReader, SaveError
@@ -67,6 +71,45 @@ def test_commands_take_a_compressed_checkpoint(compressed: Path, tmp_path: Path)
     loaded = {"big": torch.zeros(600, 500)}
     dcp.load(loaded, storage_reader=FileSystemReader(merged))
     assert torch.equal(loaded["big"], state()["big"])
+
+
+def change(path: Path, key: str, changed: Callable[[bytes], bytes]) -> None:
+    """Store an item of a checkpoint of one file otherwise, behind the others."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    (place,) = (place for index, place in metadata.storage_data.items() if index.fqn == key)
+    file = path / place.relative_path
+    stored = changed(file.read_bytes()[place.offset : place.offset + place.length])
+    place.offset, place.length = file.stat().st_size, len(stored)
+    file.write_bytes(file.read_bytes() + stored)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def in_two_frames(stored: bytes) -> bytes:
+    content = zstandard.ZstdDecompressor().stream_reader(stored).read()
+    return zstandard.compress(content[:999]) + zstandard.compress(content[999:])
+
+
+@pytest.mark.parametrize("key", ["big", "step"])
+def test_an_item_may_have_several_frames_and_nothing_else(key: str, compressed: Path) -> None:
+    change(compressed, key, in_two_frames)
+    assert_holds_the_state(compressed)
+    assert main(["verify", str(compressed)]) == 0
+    for changed in (lambda stored: stored[:-1], lambda stored: stored + bytes(3)):
+        copied = compressed.with_name(f"{len(list(compressed.parent.iterdir()))}")
+        shutil.copytree(compressed, copied)
+        change(copied, key, changed)
+        assert main(["verify", str(copied)]) == 1
+        with pytest.raises(CheckpointException, match=f"{key} .*zstd"):
+            assert_holds_the_state(copied)
+
+
+def test_an_object_that_compresses_well_is_sound(tmp_path: Path) -> None:
+    zeros = {"o": bytes(3_000_000), "n": 1}  # in 600 bytes
+    dcp.save(zeros, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[extensions.ZStandard()]))
+    loaded = {"o": b"", "n": 0}
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path))
+    assert loaded == zeros
+    assert main(["verify", str(tmp_path)]) == 0
 
 
 def test_a_flipped_byte_is_found_by_loads_and_by_verify(compressed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ The end is made in a forked child: its main thread has stopped, and no thread ca
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,8 @@ def test_saves_and_loads_need_no_threads_at_the_end_of_the_interpreter(tmp_path:
 
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
         end_the_interpreter()
+        training: Any = mock.Mock()  # a job with TensorBoard: its curves take a thread
+        sys.modules["megatron.training.global_vars"] = training
         dcp.save(many(2.0), storage_writer=FileSystemWriterAsync(tmp_path / "plain"))
         for reader in (FileSystemReader, dcp.FileSystemReader):
             found = many(0.0)

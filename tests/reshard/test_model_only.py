@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, MissingKeyError
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
-from mcore_ckpt.directory.commit import YOUNG_S, Commit
+from mcore_ckpt.directory.commit import CLAIM, YOUNG_S, Commit
 from mcore_ckpt.directory.in_force import DrainNote, index_files
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import NOT_COPIED, PruneReport, prune_run
@@ -129,14 +129,25 @@ def test_one_that_cannot_be_changed_keeps_no_other_from_it(run: Path) -> None:
 
 
 def test_what_a_removal_that_was_killed_has_left_goes_with_the_next(run: Path, tmp_path: Path) -> None:
-    old, fails = run / name_of(100), mock.Mock(side_effect=SaveError("the host is lost"))
+    old, delete = run / name_of(100), LocalStorage.delete
+    others = {"__9_0.distcp", "ema__0_0.distcp"}  # of another program, and in no index
+    for name in others:
+        (old / name).write_bytes(b"of another program")
+
+    def fails(storage: LocalStorage, name: str, **how: bool) -> None:
+        if (Path(storage.location) / name).exists():
+            raise SaveError("the host is lost")
+        delete(storage, name, **how)
+
     with mock.patch.object(LocalStorage, "delete", fails):  # behind the commit
         remove_optimizers(run, keep_last=2, remove=True)
+    assert read_index(old).removed is not None
     reshard_checkpoint(old, tmp_path / "made", tp=1, pp=1)
     assert read_index(tmp_path / "made").removed is None, "what is made of it was never full"
     assert main(["prune", str(run), "--optimizer-last", "2", "--yes"]) == 0
     of_index = {*index_files(read_index(old)), METADATA_FILE, "common.pt", "metadata.json"}
-    assert {path.name for path in old.iterdir()} == of_index
+    left = {path.name for path in old.iterdir() if not path.name.startswith(CLAIM)}  # which the next save removes
+    assert left == of_index | others
 
     def killed_at_its_claim() -> None:
         with mock.patch.object(LocalStorage, "claim", side_effect=lambda *_: os._exit(9)):
@@ -357,7 +368,7 @@ def test_a_record_that_cannot_be_is_refused(run: Path) -> None:
     save_flat(run / "c", 1.0)
     index = replace(read_index(run / "c"), removed=Removed("said", 5))
     assert parse_index(encode_metadata(index), "c").removed == index.removed
-    for record in ({"said": "no time"}, {"said": "", "saved_at_ns": float("nan")}, 3):
+    for record in ({"said": "no time"}, {"said": "", "saved_at_ns": float("nan"), "files": []}, 3):
         with mock.patch("mcore_ckpt.format.metadata_write.asdict", return_value=record):
             content = encode_metadata(index)
         with pytest.raises(CorruptCheckpointError, match="details"):

@@ -170,4 +170,4 @@ def test_a_writer_that_hangs_keeps_no_save_waiting(tmp_path: Path, caplog: pytes
         assert not go.is_set()
         go.set()
     (warning,) = [record.message for record in caplog.records if "curves" in record.message]
-    assert "has not taken those of 16 saves and loads before" in warning
+    assert "has not taken those of 16 saves and loads" in warning
