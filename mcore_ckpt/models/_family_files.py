@@ -67,6 +67,7 @@ _TYPES: Mapping[str, type] = {
     "default": object,
 }
 _LAYERS = {"dense layer", "expert layer", "latent queries", "whole queries"}
+_ENGINE = re.compile(r"(?:[\w.]|\{layer\}|\{expert\})+")
 _PART = re.compile(r"(?:[\w.]|\{layer\}|\{expert\})+ \[[\w ,]+\]")
 # Sizes that others are computed from.
 _SIZES = {"experts": ("expert ffn",), "kv rank": ("head without positions", "positions", "value")}
@@ -125,6 +126,11 @@ def _family(table: Any, where: str) -> Family:
         everything = decoders.predicting(everything)
     defaults = {**decoders.DECODER_DEFAULTS, **found.get("defaults", {})}
     _check(everything, settings, where)
+    sizes, given = {row.size for row in settings}, {row.megatron.split()[0] for row in settings}
+    if RULES["shared experts"] in applied and not sizes & {"shared ffn", "expert ffn"}:
+        raise OptionError(f"{where}: groups: shared experts need a setting with the size 'expert ffn' or 'shared ffn'")
+    if both := sorted(given & found.get("constants", {}).keys()):
+        raise OptionError(f"{where}: constants.{both[0]}: a setting gives it, too")
     for name, values in found.get("allowed", {}).items():
         if not isinstance(values, list) or not values:
             raise OptionError(f"{where}: allowed.{name}: expected a list of values, the usual one first")
@@ -152,12 +158,16 @@ def _row(table: Any, where: str) -> Row:
             )
     how = _one_of(found.get("how", "same"), TRANSFORMS, "transform", where)
     when = ", ".join(_words(found))
+    if not _ENGINE.fullmatch(found.get("engine", "same")):
+        raise OptionError(f"{where}: engine={found['engine']!r:.80}: expected a key")
     return decoders.row(found["megatron"], *found["parts"], how=how, when=when, engine=found.get("engine"))
 
 
 def _setting(table: Any, where: str) -> Setting:
     found = _fields(table, "config megatron", "kind default size", where)
     read = KINDS[_one_of(found.get("kind", "count"), KINDS, "kind", where)]
+    if not found["config"].strip() or not found["megatron"].strip():
+        raise OptionError(f"{where}: expected a name on either side")
     return Setting(found["config"], found["megatron"], read, found.get("default"), found.get("size", ""))
 
 
@@ -172,7 +182,7 @@ def _fields(table: Any, required: str, optional: str, where: str) -> dict[str, A
         raise OptionError(f"{where}: {what}; expected {', '.join(names)}, and perhaps {', '.join(more)}")
     for name, value in table.items():
         wanted = _TYPES.get(name, str)
-        if not isinstance(value, wanted):
+        if not isinstance(value, wanted) or (name in names and not value):
             raise OptionError(f"{where}: {name}={value!r:.80}: expected {'text' if wanted is str else wanted.__name__}")
     return table
 

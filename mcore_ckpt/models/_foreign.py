@@ -390,13 +390,19 @@ def _files(source: Path, storage: Storage, is_model: bool) -> tuple[list[str], W
         with contextlib.suppress(CorruptCheckpointError):  # `transformers` does not look at it
             listed = read_weight_index(source / (first + _INDEX))
             listed = listed if set(listed.files.values()) == {first} else NO_INDEX
-    numbered = [found for name in chosen if (found := _NUMBERED.search(name))]
-    if numbered and not listed.files and len({found[1] for found in numbered}) < int(numbered[0][2]):
-        raise CorruptCheckpointError(f"{source}: of {numbered[0][2]} files not all are there; fetch the others, too")
+    if not listed.files:
+        check_numbered(source, chosen)
     known = {first, *chosen, *([first + _INDEX] if listed.files else [])}
     left = [name for name in names if name.endswith(WEIGHTS) and name not in known]
     taken = first if listed.files or len(chosen) == 1 else f"{len(chosen)} others"
     return chosen, listed, [f"{some(left)} (the model is in {taken})"] if left else []
+
+
+def check_numbered(source: Path, names: Iterable[str]) -> None:
+    """Raise `CorruptCheckpointError` if, by their names, these files are not all of a model."""
+    numbered = [found for name in names if (found := _NUMBERED.search(name))]
+    if numbered and len({found[1] for found in numbered}) < int(numbered[0][2]):
+        raise CorruptCheckpointError(f"{source}: of {numbered[0][2]} files not all are there; fetch the others, too")
 
 
 def some(names: Sequence[str]) -> str:
@@ -426,7 +432,7 @@ def read_weight_index(path: Path) -> WeightIndex:
         if not isinstance(file, str) or not file or Path(file).name != file:
             raise CorruptCheckpointError(f"{path}: {key}: expected the name of a file next to it, got {file!r:.200}")
     metadata = document.get("metadata")
-    sums = metadata.get(SUMS_KEY, {}) if isinstance(metadata, dict) else {}
+    sums = (metadata.get(SUMS_KEY) if isinstance(metadata, dict) else None) or {}
     try:
         headers, tensors = (
             {name: int(value, 16) for name, value in sums.get(of, {}).items()} for of in ("headers", "tensors")

@@ -230,6 +230,12 @@ def _first_dense_layers_config(arguments: _Settings) -> dict[str, Any]:
     return {"first_k_dense_replace": layers.index(True) if True in layers else len(layers)}
 
 
+def _shared_experts(config: _Settings, model: Model) -> dict[str, Any]:
+    if "shared ffn" not in model.sizes:
+        raise OptionError("config.json does not tell n_shared_experts, and so not how large shared experts are")
+    return {"moe_shared_expert_intermediate_size": model.sizes["shared ffn"]}
+
+
 def _shared_experts_config(arguments: _Settings) -> dict[str, Any]:
     inner = count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size"))
     return {"n_shared_experts": count(arguments, "moe_shared_expert_intermediate_size") // inner}
@@ -311,9 +317,7 @@ RULES: Mapping[str, Rule] = {
     "latent attention": Rule(_latent, _latent_config, _latent_remarks),
     "listed dense layers": Rule(_nothing, _listed_dense_layers_config),
     "first dense layers": Rule(_nothing, _first_dense_layers_config),
-    "shared experts": Rule(
-        lambda config, model: {"moe_shared_expert_intermediate_size": model.sizes["shared ffn"]}, _shared_experts_config
-    ),
+    "shared experts": Rule(_shared_experts, _shared_experts_config),
     "scaled weights": Rule(
         _scaled_weights,
         lambda given: {"routed_scaling_factor": number(given, "moe_router_topk_scaling_factor", 1.0) or 1.0},

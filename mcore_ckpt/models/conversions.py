@@ -28,6 +28,7 @@ from mcore_ckpt.load.checks import Problem, check_file
 from mcore_ckpt.models._foreign import (
     NO_INDEX,
     check_listed,
+    check_numbered,
     import_conversion,
     layout_of,
     open_model,
@@ -228,6 +229,9 @@ def verify_weights(path: str | os.PathLike[str], *, workers: int = 2, progress: 
     if found.keys() >= {*listed.files.values()}:
         with _noting(problems, HF_INDEX):
             check_listed(listed, {key: name for name, tensors in found.items() for key in tensors}, directory)
+    if not listed.files:
+        with _noting(problems, HF_INDEX):
+            check_numbered(directory, others)
     summed = {name: [key for key, at in tensors.items() if at.record is not None] for name, tensors in found.items()}
     nbytes = sum(found[name][key].nbytes for name, keys in summed.items() for key in keys)
     with Progress("verify", nbytes, shown=progress) as bar:

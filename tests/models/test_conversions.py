@@ -361,6 +361,11 @@ class TestChecksumsOfSafetensors:
         (weights / HF_INDEX).unlink()
         assert main(["verify", str(weights), "-q"]) == 0
         assert "no checksums are stored there" in capsys.readouterr().out
+        half = weights.with_name("half")
+        half.mkdir()
+        shutil.copy(min(weights.glob("*.safetensors")), half / "model-00001-of-00002.safetensors")
+        assert main(["verify", str(half), "-q"]) == 1
+        assert "of 00002 files not all are there" in capsys.readouterr().out
         file = min(weights.glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1])
         assert main(["verify", str(weights), "-q"]) == 1

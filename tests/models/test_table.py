@@ -200,6 +200,11 @@ _SETTING = "[[settings]]\nconfig = 'n'\nmegatron = "
         ),
         ("[[tensors]]", f"{_SETTING}'m'\nkind = 'sum'\n[[tensors]]", "kind 'sum': expected"),
         ("defaults = ", "allowed = { use_cache = true }\ndefaults = ", "allowed.use_cache: expected a list"),
+        ("defaults = ", "constants = { num_layers = 99 }\ndefaults = ", "constants.num_layers: a setting gives it"),
+        ('"mlp"', '"mlp", "shared experts"', "shared experts need a setting with the size 'exp"),
+        ('name = "phi3"', 'name = ""', "name='': expected text"),
+        ("[[tensors]]", f"{_SETTING}' '\n[[tensors]]", "expected a name on either side"),
+        ("how = ", 'engine = "{zz}{0}"\nhow = ', "engine='{zz}.0.': expected a key"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_when_it_is_read(
