@@ -26,6 +26,7 @@ import math
 import operator
 import os
 import random
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -751,6 +752,9 @@ def _state_as_resumed(
         given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
     given.update(iteration=result[0])
     state = stock["generate_state_dict"](*call.args, **call.kwargs)
+    # Bridge saves no arguments: its scheduler itself says whether settings take the place of what was saved.
+    overrides = getattr(given.get("opt_param_scheduler"), "override_opt_param_scheduler", False)
+    state.setdefault("args", Namespace(override_opt_param_scheduler=overrides))
     if module.__name__ == TRAINING:
         state["num_floating_point_operations_so_far"] = result[1]
     if metadata_version(load.directory) != load.version:  # (not earlier: Megatron gathers, with all ranks or none)

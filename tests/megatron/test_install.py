@@ -522,7 +522,8 @@ LOOPS = {
     "megatron.bridge.training.checkpointing": (
         LIKE_MEGATRON.replace("load_checkpoint(model", "_load_checkpoint_from_path(path, state, model")
         .replace("optimizer, path", "optimizer")
-        .replace("(args, rng_state", "(ckpt_cfg, rng_state")
+        .replace("(args, rng_state", "(ckpt_cfg, opt_param_scheduler, rng_state")
+        .replace("(**off), get", "(**off), Namespace(override_opt_param_scheduler=True), get")
         .replace('"args": args, ', ""),
         "_load_checkpoint_from_path(PATH, None, None, None)",
     ),
