@@ -6,6 +6,7 @@ import argparse
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.commands.cli import (
@@ -99,7 +100,8 @@ def _verify_weights(arguments: argparse.Namespace) -> Outcome:
     path, shown = arguments.checkpoint, False if arguments.quiet else None
     if arguments.check_optimizer or arguments.state:
         raise OptionError(f"{path}: holds safetensors; --check-optimizer and --state are for checkpoints")
-    report = verify_weights(path, workers=max(1, arguments.workers), progress=shown)
+    check = partial(verify_weights, path, workers=max(1, arguments.workers), progress=shown)
+    report = current_team().first("verify", check)
     lines = _problem_lines(report.problems)
     lines += [] if report.records else ["no checksums are stored there: the structure alone was checked"]
     document = document_of(report, whole=report.whole)

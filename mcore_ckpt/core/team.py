@@ -174,9 +174,10 @@ def team_of_launcher() -> Iterator[Team]:
     """Meet the other processes that a launcher has started for this command; within the block they are the current
     team. Raises `OptionError` and `CheckpointError` where they cannot meet.
     """
-    rank, size = _place()
     loaded = sys.modules.get("torch.distributed")
-    if size == 1 or (loaded is not None and loaded.is_available() and loaded.is_initialized()):  # in a job's process
+    in_a_job = loaded is not None and loaded.is_available() and loaded.is_initialized()
+    rank, size = (0, 1) if in_a_job else _place()
+    if size == 1:
         yield ALONE
         return
     try:
@@ -193,7 +194,8 @@ def team_of_launcher() -> Iterator[Team]:
     timer.start()
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=_MEETS_WITHIN)))
-        store = dist.PrefixStore("mcore_ckpt", store)
+        # The store of torchrun's agent outlives a command: each rank counts which one this is.
+        store = dist.PrefixStore(f"mcore_ckpt/{store.add(f'mcore_ckpt/begun by {rank}', 1)}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_MEETS_WITHIN)
         group = RankGroup(dist.new_group(backend="gloo", timeout=_COMES_WITHIN))
     except (RuntimeError, ValueError) as error:
@@ -217,6 +219,8 @@ def _place() -> tuple[int, int]:
     # A batch script has the numbers of its first task, and is none: it runs in no step.
     if "WORLD_SIZE" not in known and ("SLURM_STEP_ID" in known or "SLURM_JOB_ID" not in known):
         names = ("SLURM_PROCID", "SLURM_NTASKS")
+    if names[0] not in known and known.get(names[1], "1") != "1":
+        raise OptionError(f"{names[1]}={known[names[1]]} without {names[0]}: unset {names[1]} to run the command alone")
     rank, size = (known.get(name, default) for name, default in zip(names, ("0", "1"), strict=True))
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise OptionError(f"{names[0]}={rank}, {names[1]}={size}: expected the number of a process, below how many are")

@@ -22,14 +22,15 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.core.team import current_team
+from mcore_ckpt.core.process import Outcome, in_parallel
+from mcore_ckpt.core.team import Counter, current_team
 from mcore_ckpt.directory.commit import Commit, is_note, note_name, notes, seems_gone
 from mcore_ckpt.directory.in_force import (
     DrainNote,
@@ -119,26 +120,34 @@ class Sent:
     kept: list[str] = field(default_factory=list)
     nbytes: int = 0
 
-    def copy(self, name: str, own_name: str = "", shown: str = "") -> None:
-        """Copy a file, and note what was done. Raises as `copy_file`."""
-        nbytes = copy_file(self.reads, name, self.writes, own_name or name, self.judged)
+    def copy(
+        self, name: str, own_name: str = "", shown: str = "", check_held: Callable[[], object] = lambda: None
+    ) -> None:
+        """Copy a file, and note what was done. Args and raises: as `copy_file`."""
+        nbytes = copy_file(self.reads, name, self.writes, own_name or name, self.judged, check_held)
         (self.kept if nbytes is None else self.copied).append(shown or name)
         self.nbytes += nbytes or 0
 
     def copy_share(self, names: Collection[str], check: Callable[[], object] = lambda: None) -> None:
-        """Copy files, each by one of the ranks of a command; `check` is called before each."""
-        team = current_team()
+        """Copy files, each by one of the ranks of a command; `check` is called before each, and by several ranks
+        before each gets its name, too: when another rank has ended, another copy may begin there.
+        """
+        team, counter = current_team(), Counter()
+
+        def check_held() -> None:
+            counter.add(0)
+            check()
 
         def copy_all(own: Sequence[str]) -> tuple[list[str], list[str], int]:
             sent = Sent(self.reads, self.writes, self.judged)
             for name in own:
                 check()
-                sent.copy(name)
+                sent.copy(name, check_held=check_held if team.size > 1 else lambda: None)
             if team.rank:
                 self.writes.sync(parents=True)
             return sent.copied, sent.kept, sent.nbytes
 
-        for copied, kept, nbytes in team.divide("copy the files", sorted(names), self.reads.size, copy_all):
+        for copied, kept, nbytes in team.divide("copy the files", sorted(names), self.reads.size, copy_all, counter):
             self.copied += copied
             self.kept += kept
             self.nbytes += nbytes
@@ -203,18 +212,32 @@ def copy_and_commit(
     except LoadError:
         found.judged.check()  # what was replaced meanwhile is not damaged
         raise
-    if current_team().rank:  # the first rank commits, and waits for what the others copy
+
+    def begin() -> _Copy:
+        writes.ensure()
+        commit, sent = Commit.begin(writes), Sent(reads, writes, found.judged)
+        try:
+            copy = _Copy(target, found, sent, commit, writes.list(), metadata_of(writes), own)
+            if copy.is_published:
+                copy.refuse_other_data()
+            else:
+                accepts(found, copy.held)
+        except BaseException as error:
+            commit.give_up()
+            if isinstance(error, LoadError):
+                found.judged.check()
+            raise
+        return copy
+
+    team = current_team()
+    begun: Outcome[_Copy] = Outcome() if team.rank else Outcome.of(begin)
+    note = team.first(f"copy {directory}", lambda: note_name(begun.value().commit.id))
+    if team.rank:  # the first rank commits, and waits for what the others copy
         sent = Sent(reads, writes, found.judged)
-        sent.copy_share(found.data)
+        sent.copy_share(found.data, partial(_check_note, writes, note))
         return sent
-    writes.ensure()
-    commit = Commit.begin(writes)
+    copy = begun.value()
     try:
-        copy = _Copy(target, found, Sent(reads, writes, found.judged), commit, writes.list(), metadata_of(writes), own)
-        if copy.is_published:
-            copy.refuse_other_data()
-        else:
-            accepts(found, copy.held)
         if not copy.send_data(waits):
             return None
         copy.send_others(_others(directory, found.data))
@@ -225,8 +248,14 @@ def copy_and_commit(
         found.judged.check()
         raise
     finally:
-        commit.give_up()
+        copy.commit.give_up()
     return copy.sent
+
+
+def _check_note(storage: Storage, note: str) -> None:
+    """Raise `SaveError` if the first rank's copy has ended: its note is gone."""
+    if not storage.exists(note):
+        raise SaveError(f"{storage}: the copy of the first rank has ended, or another one has begun there")
 
 
 @dataclass(slots=True)
