@@ -224,10 +224,11 @@ def test_every_example_is_run_or_says_that_it_never_was() -> None:
             assert "\n# Never run: " in path.read_text()[:200], path.name
         if path.suffix in (".sh", ".sbatch"):
             subprocess.run(["bash", "-n", path], check=True)
-    for page, name in (("slurm", "slurm.sbatch"), ("kubernetes", "kubernetes.yaml")):
+    shown_by = {"slurm": ["slurm.sbatch"], "kubernetes": ["kubernetes.yaml", "kubernetes_verify.yaml"]}
+    for page, names in shown_by.items():
         text = (ROOT / f"docs/guides/{page}.md").read_text()
         shown = re.findall(r"^```(?:sh|yaml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        assert shown == [(ROOT / "examples" / name).read_text()]
+        assert shown == [(ROOT / "examples" / name).read_text() for name in names]
 
 
 def test_variables_that_pages_and_examples_set_are_options() -> None:

@@ -94,7 +94,7 @@ class RankGroup:
     whether this is the one rank that plans and publishes for all. A group of one never communicates.
     """
 
-    __slots__ = ("_group", "_reach", "is_coordinator", "rank", "size")
+    __slots__ = ("_group", "_reach", "has_lost_contact", "is_coordinator", "rank", "size")
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Wrap a gloo group; None is a world of one, for which `torch.distributed` need not be initialized."""
@@ -102,6 +102,7 @@ class RankGroup:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.is_coordinator = self.rank == 0
+        self.has_lost_contact = False  # of which the error tells later: when it is known to whom
         # In the tree this rank's parent is so far before it, and its children are half, a quarter, ... behind it.
         self._reach = 1
         while self._reach < self.size and self.rank % (2 * self._reach) == 0:
@@ -327,6 +328,7 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             if self.size == 1 or isinstance(error, CheckpointError):
                 raise
+            self.has_lost_contact = True
             raise wrap(
                 f"could not {what}: rank {self.rank} of {self.size} has lost contact with another rank: "
                 f"{_who_is_missing(error)} ({error}); see the other ranks' output for the first cause"

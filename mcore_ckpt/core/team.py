@@ -53,11 +53,12 @@ class Counter:
     def __init__(self) -> None:
         self.own_bytes = self.all_bytes = 0
         self.is_stopped = False
+        self.group: RankGroup | None = None  # over which the others tell
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
         """`nbytes` more are done. Raises if another rank has ended or failed."""
-        if self.is_stopped:
+        if self.is_stopped or (self.group is not None and self.group.has_lost_contact):
             raise _StoppedError
         with self._lock:
             self.own_bytes += nbytes
@@ -87,6 +88,7 @@ class Team:
         if self._group is None:
             return [fn()]
         counter = counter or Counter()
+        counter.group = self._group
         outcomes: list[Outcome[T]] = []
         thread = threading.Thread(target=lambda: outcomes.append(Outcome.of(fn)), name="mcore_ckpt-share", daemon=True)
 

@@ -488,6 +488,8 @@ def copy_file(
         if private != own_name:
             storage_at(checkpoint_path(writes.location) / folder).ensure()
             check_held()
+            if writes.version(own_name) != there:
+                raise SaveError(f"{writes.path(own_name)}: another program has written it while it was copied")
             writes.move(private, own_name)
     except BaseException:
         if private != own_name:

@@ -307,6 +307,7 @@ def logits_of(rank: int, sources: Sequence[Path], targets: Sequence[Path]) -> li
     return [run(mean), run(second), *(run(loaded(target)) for target in targets)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_megatron_computes_with_the_average(tmp_path: Path) -> None:
     sources = [tmp_path / "tp2", tmp_path / "tp1"]

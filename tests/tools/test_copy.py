@@ -27,6 +27,7 @@ from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
 from mcore_ckpt.format.integrity import with_id
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, encode_config
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from mcore_ckpt.tools import runs
 from tests.support.local_files import contents, data_file, flip
@@ -256,6 +257,23 @@ def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tm
     copy_checkpoint(saved, target)
     assert (target / "tokenizer.json").read_text() == "[]"
     assert not note.exists()
+
+
+def test_a_file_that_another_program_writes_meanwhile_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+    target, crc_of = tmp_path / "copy", copying._crc_of
+
+    def another_comes_first(storage: Storage, name: str) -> int | None:
+        if name.startswith(".__0_1"):  # it is copied, and has its name next
+            (target / name[1:].partition(".distcp")[0]).with_suffix(".distcp").write_bytes(b"of another")
+        return crc_of(storage, name)
+
+    with (
+        mock.patch.object(copying, "_crc_of", another_comes_first),
+        pytest.raises(SaveError, match="another program has written it"),
+    ):
+        copy_checkpoint(saved, target)
+    (theirs,) = target.glob("*.distcp")
+    assert theirs.read_bytes() == b"of another"
 
 
 def test_a_save_that_is_published_while_a_copy_looks_what_is_left_loses_nothing(saved: Path, tmp_path: Path) -> None:
