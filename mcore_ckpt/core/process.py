@@ -229,6 +229,22 @@ def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, io_priority << _IOPRIO_CLASS_SHIFT)
 
 
+_training_waits: Callable[[], bool] = lambda: False
+_TURN_PERIOD_S: Final = 0.002
+
+
+def work_beside_training(training_waits: Callable[[], bool]) -> None:
+    """Have what this process writes wait as long as that is true (`await_turn`)."""
+    global _training_waits
+    _training_waits = training_waits
+
+
+def await_turn() -> None:
+    """Wait while training waits for a save, if this process works beside it: the disk is the save's."""
+    while _training_waits():
+        time.sleep(_TURN_PERIOD_S)
+
+
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")

@@ -29,7 +29,7 @@ from typing import Final
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.core.process import Outcome, in_parallel
+from mcore_ckpt.core.process import Outcome, await_turn, in_parallel
 from mcore_ckpt.core.team import Counter, current_team
 from mcore_ckpt.directory.commit import Commit, is_note, note_name, notes, seems_gone
 from mcore_ckpt.directory.in_force import (
@@ -519,6 +519,7 @@ def _crc(reader: RangeReader, writer: RangeWriter | None = None) -> int:
             buffers.view = aligned_buffer(_PIECE_BYTES)
         start = number * _PIECE_BYTES
         view = buffers.view[: min(_PIECE_BYTES, size_bytes - start)]
+        await_turn()
         try:
             reader.read_into(start, view)
         except BaseException as error:

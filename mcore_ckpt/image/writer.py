@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
-from mcore_ckpt.core.process import Crew
+from mcore_ckpt.core.process import Crew, await_turn
 from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.image.layout import Fill, PlannedFile, Window, WrittenFile
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, Storage, align_up
@@ -400,6 +400,7 @@ class ImageWriter:
             self._crew.submit(partial(self._finish, stream))
 
     def _write(self, stream: ImageStream, buffer: memoryview, base: int, start: int, stop: int) -> None:
+        await_turn()
         started = time.perf_counter()
         for first, last in _page_cuts(start - base, stop - base):
             stream.writer.write(base + first, buffer[first:last])

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError, OptionError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.core.process import exit_with_parent, in_parallel, leave_signals_to_parent
+from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import HF_INDEX, METADATA_FILE, read_index
 from mcore_ckpt.load.checks import Problem, check_file
@@ -53,6 +53,7 @@ from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.reshard import opened, reshard_conversion, target_layout
 from mcore_ckpt.reshard.target_directory import begun_work, refuse_target, remove_begun
+from mcore_ckpt.save.jobs import work_for_trainer
 from mcore_ckpt.reshard.view import FilePayloads, FileRange
 from mcore_ckpt.reshard.weight_files import (
     Exported,
@@ -111,12 +112,11 @@ def export_checkpoint(
     return convert(plan, places, how, dry_run=dry_run, progress=progress)
 
 
-def main(parent_pid: int, source: str, target: str, hf_config: str | None) -> None:
+def main(parent_pid: int, page_fd: int, source: str, target: str, hf_config: str | None) -> None:
     """In the process that exports a model during training (`save.upkeep`): do it, or resume it, or if the checkpoint is
     gone remove what was begun; and print as JSON which, with the bytes of the files, or the error.
     """
-    leave_signals_to_parent()
-    exit_with_parent(parent_pid)
+    work_for_trainer(parent_pid, page_fd)
     options: dict[str, Any] = {"to": "hf", "hf_config": hf_config, "workers": 1}
     answer: dict[str, Any] = {"nbytes": 0, "is_gone": False}
     try:

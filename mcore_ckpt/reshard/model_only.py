@@ -22,7 +22,6 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.core.process import exit_with_parent, leave_signals_to_parent
 from mcore_ckpt.directory.commit import Commit, identity_in_force, note_name
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files
@@ -42,6 +41,7 @@ from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, parse
 from mcore_ckpt.reshard.conversion import write_all
 from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist, refuse_other_fingerprints
 from mcore_ckpt.reshard.target_directory import Journal, Target
+from mcore_ckpt.save.jobs import work_for_trainer
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key
@@ -212,10 +212,9 @@ def _plan_of_model(index: CheckpointIndex, name_of: Callable[[str], str]) -> Tar
     return plan_torch_dist(index, as_stored, objects, _WORKERS, name_of)
 
 
-def main(parent_pid: int, run: str, keep_last: int, keep_every: int | None, saved_last: str) -> None:
+def main(parent_pid: int, page_fd: int, run: str, keep_last: int, keep_every: int | None, saved_last: str) -> None:
     """In a process that a job has for it (`save.upkeep`): do so, and print as JSON what was done, or the error."""
-    leave_signals_to_parent()
-    exit_with_parent(parent_pid)
+    work_for_trainer(parent_pid, page_fd)
     try:
         report = remove_optimizers(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=saved_last)
         names = [decision.checkpoint.name for decision in report.decisions if not decision.keep]

@@ -49,9 +49,12 @@ from mcore_ckpt.core.process import (
     Crew,
     Sentinel,
     exit_text,
+    exit_with_parent,
     is_running,
+    leave_signals_to_parent,
     signals_held_back,
     wait_readable,
+    work_beside_training,
 )
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.image.layout import PlannedFile, WrittenFile
@@ -183,7 +186,7 @@ class StatusPage:
     forked children share the page without it.
     """
 
-    _STAMP, _FINISHED = range(2)
+    _STAMP, _FINISHED, _WAITS = range(3)
 
     def __init__(self, fd: int | None = None) -> None:
         """A new page, all zero, or the one that is behind a descriptor."""
@@ -212,6 +215,15 @@ class StatusPage:
         """When the last sign of life was left, on the clock of `time.monotonic()`; 0 before the first."""
         return self._numbers[self._STAMP] / 1e9
 
+    @property
+    def training_waits(self) -> bool:
+        """Whether training waits for a save: other work leaves the disk to it."""
+        return bool(self._numbers[self._WAITS])
+
+    @training_waits.setter
+    def training_waits(self, waits: bool) -> None:
+        self._numbers[self._WAITS] = waits
+
     def close(self) -> None:
         """Unmap the page and close the descriptor. Twice is harmless."""
         self._numbers.release()
@@ -223,6 +235,14 @@ class StatusPage:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
+
+
+def work_for_trainer(parent_pid: int, page_fd: int) -> None:
+    """Begin as a process that works beside training: it ends with its parent, and writes while no save does."""
+    leave_signals_to_parent()
+    exit_with_parent(parent_pid)
+    page = StatusPage(page_fd)
+    work_beside_training(lambda: page.training_waits)
 
 
 # As Megatron's own persistent worker: where cores are scarce, training's next step goes first.

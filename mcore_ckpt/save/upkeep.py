@@ -31,12 +31,7 @@ from typing import Any, Final
 from mcore_ckpt.core.console import human_bytes, logger_of
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import PARTIAL, SaveOptions, checkpoint_path, local_path
-from mcore_ckpt.core.process import (
-    exit_text,
-    exit_with_parent,
-    leave_signals_to_parent,
-    lower_priority,
-)
+from mcore_ckpt.core.process import exit_text, lower_priority
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
 from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
 from mcore_ckpt.directory.iterations import look_at
@@ -51,7 +46,7 @@ from mcore_ckpt.format.metadata_read import (
     TRACKER_FILE,
 )
 from mcore_ckpt.load.checks import check_data_files
-from mcore_ckpt.save.jobs import TRAINING_FIRST_NICE, SupervisedChild, start_interpreter
+from mcore_ckpt.save.jobs import TRAINING_FIRST_NICE, StatusPage, SupervisedChild, start_interpreter, work_for_trainer
 from mcore_ckpt.storage.resolve import lies_in, storage_at
 
 _logger = logger_of(__name__)
@@ -157,10 +152,13 @@ class _UpkeepProcess(SupervisedChild):
     """The process, and a thread that turns what it says into lines of the log."""
 
     def __init__(self) -> None:
+        self.page = StatusPage()
         process = start_interpreter(
             __name__,
             os.getpid(),
             TRAINING_FIRST_NICE,
+            self.page.fd,
+            pass_fds=(self.page.fd,),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -191,6 +189,7 @@ class _UpkeepProcess(SupervisedChild):
     def finish(self) -> None:
         """Let it end what it is doing, and wait for that; what is interrupted here, the next run resumes."""
         began_s = said_s = time.monotonic()
+        self.page.training_waits = False  # a save that was lost may have left it
         with contextlib.suppress(OSError):
             self.send(None)
         try:
@@ -232,6 +231,7 @@ class _UpkeepProcess(SupervisedChild):
 
     def _release(self) -> None:
         self._tasks_fd = self._lines_fd = -1
+        self.page.close()
         for pipe in self._pipes:
             pipe.close()
 
@@ -257,6 +257,13 @@ def _ask(task: dict[str, Any]) -> None:
         _logger.warning("%s: the process that looks after this run cannot be started: %s", task["run"], error)
 
 
+def training_waits(waits: bool) -> None:
+    """Tell whether training waits for a save: the work beside it writes nothing meanwhile."""
+    for process in _started:
+        if not process.dead:
+            process.page.training_waits = waits
+
+
 @atexit.register
 def _finish() -> None:
     for process in _started:
@@ -279,16 +286,15 @@ _MODEL_ONLY: Final = "mcore_ckpt.reshard.model_only"
 _PARTS_WITHIN_S: Final = 300.0
 
 
-def main(parent_pid: int, cpu_priority: int | None) -> None:
+def main(parent_pid: int, cpu_priority: int | None, page_fd: int) -> None:
     """Work until the trainer says that it ends and all is done; end at once when the trainer is gone."""
-    leave_signals_to_parent()
-    exit_with_parent(parent_pid)
+    work_for_trainer(parent_pid, page_fd)
     lower_priority(cpu_priority, None)
     ends = threading.Event()
     removals, copies, exports = _Newest(), _Copies(), _Newest()
-    remover = threading.Thread(target=_remove, args=(removals, ends))
+    remover = threading.Thread(target=_remove, args=(removals, ends, page_fd))
     copier = threading.Thread(target=copies.work)
-    exporter = threading.Thread(target=_export, args=(exports,))
+    exporter = threading.Thread(target=_export, args=(exports, page_fd))
     for worker in (remover, copier, exporter):
         worker.start()
     last, held = dict[str, dict[str, Any]](), False
@@ -372,7 +378,7 @@ def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
             return
 
 
-def _remove(tasks: _Newest, ends: threading.Event) -> None:
+def _remove(tasks: _Newest, ends: threading.Event, page_fd: int) -> None:
     while (task := tasks.get()) is not None:
         run, name, every = task["run"], task["name"], task["keep_every"]
         _await_tracker(run, name, lambda period_s, run=run: ends.wait(period_s) or tasks.has(run))  # type: ignore[misc]
@@ -380,7 +386,7 @@ def _remove(tasks: _Newest, ends: threading.Event) -> None:
             if (last := task["keep_last"]) is not None:
                 _remove_old(run, name, last, every)
             if (last := task["keep_optimizer_last"]) is not None:
-                _remove_optimizers(run, name, last, every)
+                _remove_optimizers(page_fd, run, name, last, every)
 
 
 def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
@@ -398,10 +404,10 @@ def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> 
         _say(logging.WARNING, f"{run}: more than keep_last={keep_last} stay, {names}: {waiting[0].reason}")
 
 
-def _remove_optimizers(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
+def _remove_optimizers(page_fd: int, run: str, name: str, keep_last: int, keep_every: int | None) -> None:
     what = "the optimizer's state of"
     try:
-        said = _answer_of(_MODEL_ONLY, run, keep_last, keep_every, name)
+        said = _answer_of(_MODEL_ONLY, page_fd, run, keep_last, keep_every, name)
     except Exception as error:  # noqa: BLE001  (as above)
         _say(logging.WARNING, f"{run}: {what} old checkpoints could not be removed after {name}: {_words(error)}")
         return
@@ -412,9 +418,17 @@ def _remove_optimizers(run: str, name: str, keep_last: int, keep_every: int | No
         _say(logging.INFO, f"{run}: removed {what} {', '.join(said['names'])} ({freed}) after {name}")
 
 
-def _answer_of(module: str, *arguments: str | int | None) -> dict[str, Any]:
+def _answer_of(module: str, page_fd: int, *arguments: str | int | None) -> dict[str, Any]:
     """What a process says in the end that runs `main` of a later layer. Raises `SaveError`."""
-    process = start_interpreter(module, os.getpid(), *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    process = start_interpreter(
+        module,
+        os.getpid(),
+        page_fd,
+        *arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        pass_fds=(page_fd,),
+    )
     answer, _ = process.communicate()
     if process.returncode:
         raise SaveError(f"the process that does it {exit_text(process.returncode)}")
@@ -424,14 +438,14 @@ def _answer_of(module: str, *arguments: str | int | None) -> dict[str, Any]:
     return said
 
 
-def _export(tasks: _Newest) -> None:
+def _export(tasks: _Newest, page_fd: int) -> None:
     seen: set[str] = set()
     while (task := tasks.get()) is not None:
-        _export_model(**task)
+        _export_model(page_fd, **task)
         if task["run"] not in seen:
             seen.add(task["run"])
             for name in _begun_exports(task):
-                _export_model(**{**task, "name": name})
+                _export_model(page_fd, **{**task, "name": name})
 
 
 def _begun_exports(task: dict[str, Any]) -> list[str]:
@@ -448,13 +462,13 @@ def _begun_exports(task: dict[str, Any]) -> list[str]:
         return []
 
 
-def _export_model(run: str, name: str, export_to: str, hf_config: str | None) -> None:
+def _export_model(page_fd: int, run: str, name: str, export_to: str, hf_config: str | None) -> None:
     source, target = (checkpoint_path(folder) / name for folder in (run, export_to))
     started_s = time.monotonic()
     try:
         storage_at(run).publish(EXPORTS_FILE, export_to.encode())  # for `list`
         with storage_at(source).in_use(METADATA_FILE):
-            said = _answer_of(_EXPORTER, str(source), str(target), hf_config)
+            said = _answer_of(_EXPORTER, page_fd, str(source), str(target), hf_config)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log)
         _say(logging.WARNING, f"{source}: could not be exported to {target}: {_words(error)}")
         return
