@@ -229,7 +229,7 @@ def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, io_priority << _IOPRIO_CLASS_SHIFT)
 
 
-_training_waits: Callable[[], bool] = lambda: False
+_training_waits: Callable[[], bool] | None = None
 _TURN_PERIOD_S: Final = 0.002
 
 
@@ -241,7 +241,7 @@ def work_beside_training(training_waits: Callable[[], bool]) -> None:
 
 def await_turn() -> None:
     """Wait while training waits for a save, if this process works beside it: the disk is the save's."""
-    while _training_waits():
+    while _training_waits is not None and _training_waits():
         time.sleep(_TURN_PERIOD_S)
 
 

@@ -53,7 +53,6 @@ from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.reshard import opened, reshard_conversion, target_layout
 from mcore_ckpt.reshard.target_directory import begun_work, refuse_target, remove_begun
-from mcore_ckpt.save.jobs import work_for_trainer
 from mcore_ckpt.reshard.view import FilePayloads, FileRange
 from mcore_ckpt.reshard.weight_files import (
     Exported,
@@ -61,6 +60,7 @@ from mcore_ckpt.reshard.weight_files import (
     plan_safetensors,
     plan_torch_files,
 )
+from mcore_ckpt.save.jobs import work_for_trainer
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter

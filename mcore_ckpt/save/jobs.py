@@ -186,7 +186,7 @@ class StatusPage:
     forked children share the page without it.
     """
 
-    _STAMP, _FINISHED, _WAITS = range(3)
+    _STAMP, _FINISHED, _WAITS, _AWAITED = range(4)
 
     def __init__(self, fd: int | None = None) -> None:
         """A new page, all zero, or the one that is behind a descriptor."""
@@ -224,6 +224,16 @@ class StatusPage:
     def training_waits(self, waits: bool) -> None:
         self._numbers[self._WAITS] = waits
 
+    def has_to_wait(self) -> bool:
+        """Asked by other work. Counted: a look that found that training waits."""
+        self._numbers[self._AWAITED] += self.training_waits
+        return self.training_waits
+
+    @property
+    def turns_awaited(self) -> int:
+        """How often other work has looked, and waited."""
+        return self._numbers[self._AWAITED]
+
     def close(self) -> None:
         """Unmap the page and close the descriptor. Twice is harmless."""
         self._numbers.release()
@@ -242,7 +252,7 @@ def work_for_trainer(parent_pid: int, page_fd: int) -> None:
     leave_signals_to_parent()
     exit_with_parent(parent_pid)
     page = StatusPage(page_fd)
-    work_beside_training(lambda: page.training_waits)
+    work_beside_training(page.has_to_wait)
 
 
 # As Megatron's own persistent worker: where cores are scarce, training's next step goes first.

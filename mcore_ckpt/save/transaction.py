@@ -105,7 +105,6 @@ def begin_save(
             directory.meet(group, plan.save_id)
         structure.described = state.described
         save.plan, save.phase, planned = plan, "writing", time.monotonic()
-        save.training_waits(True)
         _begun.add(save)  # from now on the directory is taken until the save is committed or aborted
         _write(save, plan, state, request, directory)
         if compare != "off":
@@ -301,13 +300,6 @@ class SaveTransaction:
         self.committer: weakref.ref[object] | None = None
         self.phase: Literal["planning", "writing", "committing", "publishing", "over"] = "planning"
 
-    def training_waits(self, waits: bool) -> None:
-        """Have the work beside training leave the disk to this save."""
-        if self._options.has_upkeep and not self._is_async:
-            from mcore_ckpt.save.upkeep import training_waits
-
-            training_waits(waits)
-
     def skip(self) -> None:
         """Leave the save out: nothing was touched."""
         self.skipped, self.phase = True, "over"
@@ -357,8 +349,6 @@ class SaveTransaction:
                 self._remove_files()
             directory.abandon()
             raise
-        finally:
-            self.training_waits(False)
         self.spans.append(Span("commit", waited, time.monotonic()))
         if self._options.trace_path:
             write_trace(Path(self._options.trace_path), self.what, group.rank, self.spans, mine.value().files)
@@ -500,7 +490,6 @@ class SaveTransaction:
             self._directory.abandon()
         if self.phase in ("planning", "writing"):
             self.phase = "over"
-            self.training_waits(False)
 
     def _remove_files(self) -> None:
         """Remove what this rank wrote of a save that has failed."""

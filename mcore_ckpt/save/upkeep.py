@@ -13,7 +13,6 @@ copies new ones to the second tier, one has models exported. Both may take long;
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import logging
@@ -23,7 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -124,7 +124,7 @@ def note_drain(
     if second is None or iteration_of(directory.name) is None:
         return
     storage = storage_at(directory)
-    with contextlib.suppress(LoadError):
+    with suppress(LoadError):
         for save in noted_saves(storage.list()):  # of earlier saves, which were replaced, or have failed
             if not is_in_force(storage, bytes.fromhex(save)):
                 storage.delete(f"{DRAIN_FILE}.{save}")
@@ -137,7 +137,7 @@ def _is_in(run: Path, place: Path, _is_there: bool) -> bool:
     """Whether a directory is the run's or lies in it; looked at again when the run's directory has been made."""
     found: list[bool] = []
     asker = threading.Thread(target=lambda: found.append(lies_in(place, run)), daemon=True)
-    with contextlib.suppress(RuntimeError):  # at the interpreter's end
+    with suppress(RuntimeError):  # at the interpreter's end
         asker.start()
         asker.join(_ASK_WITHIN_S)
     return found == [True]
@@ -153,6 +153,7 @@ class _UpkeepProcess(SupervisedChild):
 
     def __init__(self) -> None:
         self.page = StatusPage()
+        self.owner_pid = os.getpid()
         process = start_interpreter(
             __name__,
             os.getpid(),
@@ -189,8 +190,7 @@ class _UpkeepProcess(SupervisedChild):
     def finish(self) -> None:
         """Let it end what it is doing, and wait for that; what is interrupted here, the next run resumes."""
         began_s = said_s = time.monotonic()
-        self.page.training_waits = False  # a save that was lost may have left it
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.send(None)
         try:
             while not self.dead:
@@ -213,7 +213,7 @@ class _UpkeepProcess(SupervisedChild):
             self.look()
 
     def _receive(self) -> bool:
-        with contextlib.suppress(BlockingIOError):  # nothing more has come yet
+        with suppress(BlockingIOError):  # nothing more has come yet
             while content := os.read(self._lines_fd, _READ_BYTES):
                 *lines, self._said = (self._said + content).split(b"\n")
                 for line in lines:
@@ -231,7 +231,6 @@ class _UpkeepProcess(SupervisedChild):
 
     def _release(self) -> None:
         self._tasks_fd = self._lines_fd = -1
-        self.page.close()
         for pipe in self._pipes:
             pipe.close()
 
@@ -257,11 +256,17 @@ def _ask(task: dict[str, Any]) -> None:
         _logger.warning("%s: the process that looks after this run cannot be started: %s", task["run"], error)
 
 
-def training_waits(waits: bool) -> None:
-    """Tell whether training waits for a save: the work beside it writes nothing meanwhile."""
-    for process in _started:
-        if not process.dead:
-            process.page.training_waits = waits
+@contextmanager
+def training_waits() -> Iterator[None]:
+    """Training waits for a save: the work beside it writes nothing meanwhile."""
+    pages = [process.page for process in _started if process.owner_pid == os.getpid()]  # not in a fork of it
+    for page in pages:
+        page.training_waits = True
+    try:
+        yield
+    finally:
+        for page in pages:
+            page.training_waits = False
 
 
 @atexit.register
@@ -371,7 +376,7 @@ def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
     """
     until_s = time.monotonic() + _TRACKER_WITHIN_S
     while time.monotonic() < until_s:
-        with contextlib.suppress(CheckpointError):  # what is done then says so
+        with suppress(CheckpointError):  # what is done then says so
             if tracked_name(run) == name:
                 return
         if wait(_TRACKER_PERIOD_S):
@@ -607,7 +612,7 @@ class _Copies:
             runs_have_one = storage_at(run).exists(TRACKER_FILE) or storage_at(directory).exists(CONFIG_FILE)
             is_named = runs_have_one and order > self._tracked.get(run, 0)
         else:
-            with contextlib.suppress(LoadError):  # it may be being written at this moment
+            with suppress(LoadError):  # it may be being written at this moment
                 is_named = run not in self._tracked and tracked_name(run) == directory.name
         iteration = iteration_of(directory.name)
         if is_named and iteration is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import re
@@ -15,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
@@ -24,7 +27,7 @@ from mcore_ckpt.core.options import SaveOptions, checkpoint_path, store_url
 from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.reshard import target_directory
-from mcore_ckpt.save import upkeep
+from mcore_ckpt.save import staging, upkeep
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.runs import list_run
 from tests.models.test_huggingface import model_tensors, write_hf
@@ -253,3 +256,28 @@ def test_a_model_that_cannot_be_exported_is_one_warning_at_its_save(run: Path, t
     (text,) = said
     assert "iter_0000009: could not be exported to" in text
     assert not any((tmp_path / "models").glob("*"))
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.EIO, "broken")], ids=["saved", "failed"])
+def test_an_export_writes_nothing_while_training_waits_for_a_save(
+    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    """The save is held until the export waits for it; when the save has ended, or failed, the export goes on."""
+    models, options = tmp_path / "models", SaveOptions(keep_last=9)
+    upkeep.checkpoint_published(run / "iter_0000002", options)  # starts the process
+    write = staging.write_files
+
+    def held(*args: Any, **named: Any) -> Any:
+        upkeep.checkpoint_published(run / "iter_0000003", SaveOptions(export_to=str(models)))
+        until(lambda: upkeep._started[-1].page.turns_awaited > 0)
+        assert not any(any(path.read_bytes()) for path in models.glob("iter_*/*.safetensors"))
+        if error is not None:
+            raise error
+        return write(*args, **named)
+
+    monkeypatch.setattr(staging, "write_files", held)
+    writer = mcore_ckpt.FileSystemWriterAsync(run / "iter_0000004", options=options)
+    with contextlib.nullcontext() if error is None else pytest.raises(CheckpointException, match="broken"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    upkeep._finish()
+    assert (models / "iter_0000003/model.safetensors").exists()
