@@ -233,14 +233,14 @@ _training_waits: Callable[[], bool] | None = None
 _TURN_PERIOD_S: Final = 0.002
 
 
-def work_beside_training(training_waits: Callable[[], bool]) -> None:
+def write_during_training(training_waits: Callable[[], bool]) -> None:
     """Have what this process writes wait as long as that is true (`await_turn`)."""
     global _training_waits
     _training_waits = training_waits
 
 
 def await_turn() -> None:
-    """Wait while training waits for a save, if this process works beside it: the disk is the save's."""
+    """Wait while training waits for a save, if this process works for a run in training: the disk is the save's."""
     while _training_waits is not None and _training_waits():
         time.sleep(_TURN_PERIOD_S)
 

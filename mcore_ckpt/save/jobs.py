@@ -54,7 +54,7 @@ from mcore_ckpt.core.process import (
     leave_signals_to_parent,
     signals_held_back,
     wait_readable,
-    work_beside_training,
+    write_during_training,
 )
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.image.layout import PlannedFile, WrittenFile
@@ -248,11 +248,11 @@ class StatusPage:
 
 
 def work_for_trainer(parent_pid: int, page_fd: int) -> None:
-    """Begin as a process that works beside training: it ends with its parent, and writes while no save does."""
+    """Begin as a process that works during training: it ends with its parent, and writes while no save does."""
     leave_signals_to_parent()
     exit_with_parent(parent_pid)
     page = StatusPage(page_fd)
-    work_beside_training(page.has_to_wait)
+    write_during_training(page.has_to_wait)
 
 
 # As Megatron's own persistent worker: where cores are scarce, training's next step goes first.

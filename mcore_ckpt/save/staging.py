@@ -536,17 +536,17 @@ def _move_by(write: _Write, address: int, source: int, nbytes: int) -> None:
 
 def write_in_process(storage: Storage, buckets: Sequence[WriteBucket], options: SaveOptions) -> list[WrittenFile]:
     """Write the files of a rank in the process that calls, from the tensors where they lie. All of them are made
-    durable, or none stays. Work beside training leaves the disk to this meanwhile.
+    durable, or none stays. Work during training leaves the disk to this meanwhile.
     """
     files: list[tuple[PlannedFile, Fill | memoryview]] = [
         (bucket.file, BucketSource(bucket).fill) for bucket in buckets
     ]
-    beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    lasting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if options.has_upkeep:
         from mcore_ckpt.save.upkeep import training_waits
 
-        beside = training_waits()
-    with beside:
+        lasting = training_waits()
+    with lasting:
         results = write_files(storage, files, deadline_s=options.write_deadline_s)
     check_results([file for file, _ in files], results)
     return results

@@ -258,7 +258,7 @@ def _ask(task: dict[str, Any]) -> None:
 
 @contextmanager
 def training_waits() -> Iterator[None]:
-    """Training waits for a save: the work beside it writes nothing meanwhile."""
+    """Training waits for a save: other work writes nothing meanwhile."""
     pages = [process.page for process in _started if process.owner_pid == os.getpid()]  # not in a fork of it
     for page in pages:
         page.training_waits = True
