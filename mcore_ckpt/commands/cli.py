@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -23,7 +24,7 @@ from importlib import import_module
 from typing import Any, Final, NoReturn, TextIO
 
 from mcore_ckpt.core.console import human_bytes, is_terminal
-from mcore_ckpt.core.errors import CheckpointError, without_tracebacks
+from mcore_ckpt.core.errors import CheckpointError, OptionError, without_tracebacks
 from mcore_ckpt.core.options import tell_unknown_variables
 from mcore_ckpt.core.team import team_of_launcher
 
@@ -132,17 +133,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Ite
 class _Command:
     """What `--help` says of a command."""
 
-    group: str  # its heading
     purpose: str
     examples: tuple[str, ...]  # the words behind its name
     outcomes: tuple[str, ...] = ("done",)  # what exit codes 0 and 1 mean
 
 
-_LOOK, _CHANGE, _CONVERT, _RUN = "look", "change", "convert", "run"
-
+_GROUPS: Final = {
+    "look": ("list", "inspect", "verify", "cat", "diff"),
+    "change": ("copy", "repair", "prune"),
+    "convert": ("reshard", "export", "merge", "import"),
+    "run": ("doctor", "launch"),
+}
 _COMMANDS: Final = {
     "list": _Command(
-        _LOOK,
         "a run's checkpoints: completeness, size, age, parallel layout",
         ("run", "run --json"),
         (
@@ -151,26 +154,19 @@ _COMMANDS: Final = {
         ),
     ),
     "inspect": _Command(
-        _LOOK,
         "what a checkpoint holds: tensors, files, objects; an HTML report",
         ("run/iter_0001000", "run/iter_0001000 --tensors layernorm", "run/iter_0001000 --html report.html"),
     ),
     "verify": _Command(
-        _LOOK,
         "check structure and every record's checksum",
         ("run/iter_0001000", "run/iter_0001000 --check-optimizer -j 4", "run --all --check-optimizer"),
         ("valid", "damaged"),
     ),
     "cat": _Command(
-        _LOOK,
         "show or extract one tensor or object",
-        (
-            "run/iter_0001000 decoder.final_layernorm.weight",
-            "run/iter_0001000 output_layer.weight --slice '0:4, :'",
-        ),
+        ("run/iter_0001000 decoder.final_layernorm.weight", "run/iter_0001000 output_layer.weight --slice '0:4, :'"),
     ),
     "diff": _Command(
-        _LOOK,
         "compare two checkpoints, whatever their sharding",
         (
             "run/iter_0001000 copy/iter_0001000",
@@ -180,23 +176,19 @@ _COMMANDS: Final = {
         ("identical", "different"),
     ),
     "copy": _Command(
-        _CHANGE,
         "copy a checkpoint between directories and object stores",
         ("run/iter_0001000 s3://bucket/run/iter_0001000", "s3://bucket/run/iter_0001000 back/iter_0001000"),
     ),
     "repair": _Command(
-        _CHANGE,
         "repair a damaged checkpoint from another copy",
         ("run/iter_0001000 --from copy/iter_0001000", "run/iter_0001000 --from copy/iter_0001000 --dry-run"),
         ("valid", "still damaged"),
     ),
     "prune": _Command(
-        _CHANGE,
         "delete a run's old checkpoints, or their optimizers' state",
         ("run --keep-last 3", "run --keep-last 3 --keep-every 1000 --yes", "run --optimizer-last 2 --yes"),
     ),
     "reshard": _Command(
-        _CONVERT,
         "rewrite a checkpoint for another parallel layout",
         (
             "run/iter_0001000 tp4/iter_0001000 --tp 4 --pp 2",
@@ -205,13 +197,11 @@ _COMMANDS: Final = {
         ),
     ),
     "export": _Command(
-        _CONVERT,
         "write a Hugging Face model, safetensors, a torch file or DCP",
         ("run/iter_0001000 model --to hf", "run/iter_0001000 tensors --dtype bf16 --max-shard-size 2GB"),
         ("done", "with --check-logits: the models compute different logits"),
     ),
     "merge": _Command(
-        _CONVERT,
         "average the models of checkpoints",
         (
             "merged/release run/iter_0001000 run/iter_0002000 run/iter_0003000",
@@ -220,19 +210,16 @@ _COMMANDS: Final = {
         ),
     ),
     "import": _Command(
-        _CONVERT,
         "make a checkpoint of a Hugging Face model, safetensors, torch or DCP",
         ("Llama-3.1-8B start/release --from hf --tp 4", "tensors imported/iter_0000001 --tp 2"),
         ("done", "with --check-logits: the models compute different logits"),
     ),
     "doctor": _Command(
-        _RUN,
         "what install() finds of Megatron here, and what would stop a job",
         ("", "/checkpoints"),
         ("nothing would stop a job", "something would"),
     ),
     "launch": _Command(  # which `mcore_ckpt/__main__.py` runs, since it is no command on checkpoints
-        _RUN,
         "run a training script under mcore_ckpt.install()",
         ("pretrain_gpt.py --ckpt-format torch_dist",),
         ("the script has ended",),
@@ -258,9 +245,8 @@ def _overview() -> str:
         "Work with torch_dist checkpoints of Megatron-Core and of",
         "torch.distributed.checkpoint: no model, no GPU, no process group.",
     ]
-    for group in (_LOOK, _CHANGE, _CONVERT, _RUN):
-        lines += ["", f"{group}:"]
-        lines += [f"  {name:<9} {one.purpose}" for name, one in _COMMANDS.items() if one.group == group]
+    for group, names in _GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:<9} {_COMMANDS[name].purpose}" for name in names)]
     return "\n".join(lines)
 
 
@@ -334,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     tell_unknown_variables()
     try:
-        return _run(arguments)
+        return _run(arguments, words)
     except KeyboardInterrupt as interrupt:
         more = f": {_one_line(interrupt)}" if interrupt.args else ""
         print(f"mcore-ckpt: interrupted{_printable(more, sys.stderr)}", file=sys.stderr)
@@ -350,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED if is_expected else INTERNAL
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the command with the other processes of a launcher; the first one shows the outcome."""
 
     def outcome() -> Outcome:
@@ -358,10 +344,13 @@ def _run(arguments: argparse.Namespace) -> int:
         return found
 
     with team_of_launcher() as team:
+        given = dict.fromkeys(team.run("begin", lambda: shlex.join(words)))
+        if len(given) > 1:
+            raise OptionError(f"the ranks were not given the same command line: `{'`, `'.join(given)}`")
         if arguments.command not in _DIVIDED:
             return team.first(arguments.command, lambda: _show(outcome(), as_json=arguments.json))
-        of_all = team.each(arguments.command, outcome)
-        return team.first("show the outcome", lambda: _show(of_all, as_json=arguments.json))
+        found = team.end(arguments.command, outcome)
+        return team.end("show the outcome", lambda: found.code if team.rank else _show(found, as_json=arguments.json))
 
 
 def _one_line(error: BaseException) -> str:

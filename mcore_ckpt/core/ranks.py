@@ -25,15 +25,16 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -47,16 +48,14 @@ from mcore_ckpt.core.errors import (
     same_class,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Within the block no mode of this thread is on: a default device, fake tensors, a counter of operations."""
     modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]  # noqa: SLF001
+    is_any = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # noqa: SLF001
     try:
-        with _disable_current_modes():
+        with _disable_current_modes() if is_any else nullcontext():  # which imports sympy: a second
             yield
     finally:
         for mode in reversed(modes):
@@ -328,6 +327,8 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             if self.size == 1 or isinstance(error, CheckpointError):
                 raise
+            if self.has_lost_contact and failure is not None:
+                raise failure from failure.__cause__  # which says so
             self.has_lost_contact = True
             raise wrap(
                 f"could not {what}: rank {self.rank} of {self.size} has lost contact with another rank: "

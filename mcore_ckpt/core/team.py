@@ -77,9 +77,15 @@ class Team:
         """Call `fn` on every rank and give every rank the values of all, by rank. `what`: the step in words."""
         return [fn()] if self._group is None else self._group.run(what, fn, wrap=_ENDS_BY)
 
-    def each(self, what: str, fn: Callable[[], T]) -> T:
-        """As `run`, but each rank gets its own value, which does not travel."""
-        return fn() if self._group is None else self._group.each(what, fn, wrap=_ENDS_BY)
+    def end(self, what: str, fn: Callable[[], T]) -> T:
+        """As `run`, but each rank gets its own value, and the first keeps it if another rank ends without a word."""
+        own: list[T] = []
+        try:
+            self.run(what, lambda: own.append(fn()))
+        except _ENDS_BY:
+            if self.rank or not own or self._group is None or not self._group.has_lost_contact:
+                raise
+        return own[0]
 
     def work(self, what: str, fn: Callable[[], T], counter: Counter | None = None) -> list[T]:
         """As `run`, of what takes long, and makes no exchange itself. `counter`: what `fn` counts on, which ends it
@@ -95,6 +101,9 @@ class Team:
         def state() -> list[int]:
             return [not outcomes, any(outcome.error is not None for outcome in outcomes), counter.own_bytes]
 
+        def sums(one: list[int], other: list[int]) -> list[int]:
+            return [*map(operator.add, one, other)]
+
         def value() -> T:
             if isinstance(outcomes[0].error, _StoppedError):
                 return None  # type: ignore[return-value]  # the rank that has failed raises for all
@@ -105,7 +114,7 @@ class Team:
             all_at_work: list[int] = [1]
             while all_at_work[0]:
                 thread.join(_TELLS_EACH_S)
-                all_at_work = self._group.run_merged(what, state, _sums, list, wrap=_ENDS_BY, name=f"work on: {what}")
+                all_at_work = self._group.run_merged(what, state, sums, list, wrap=_ENDS_BY, name=f"work on: {what}")
                 counter.is_stopped |= all_at_work[1] > 0
                 counter.all_bytes = all_at_work[2]
         except BaseException:
@@ -143,10 +152,6 @@ class Team:
                 f"could not {what}: rank 0 and rank {other} of {self.size} do not see the same files: another program "
                 "has changed them meanwhile, or this is not the same directory on all hosts"
             )
-
-
-def _sums(one: list[int], other: list[int]) -> list[int]:
-    return [*map(operator.add, one, other)]
 
 
 def share(items: Sequence[S], size: Callable[[S], int], rank: int, ranks: int) -> Sequence[S]:
@@ -195,9 +200,15 @@ def team_of_launcher() -> Iterator[Team]:
     timer.daemon = True
     timer.start()
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=_MEETS_WITHIN)))
-        # The store of torchrun's agent outlives a command: each rank counts which one this is.
-        store = dist.PrefixStore(f"mcore_ckpt/{store.add(f'mcore_ckpt/begun by {rank}', 1)}", store)
+        while True:
+            store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=_MEETS_WITHIN)))
+            # The store of torchrun's agent outlives a command: each rank counts which one this is.
+            store = dist.PrefixStore(f"mcore_ckpt/{store.add(f'mcore_ckpt/begun by {rank}', 1)}", store)
+            with suppress(dist.DistNetworkError):  # that of a script's command before, whose first rank was to end
+                if rank == 0:
+                    store.set("first", "")
+                store.wait(["first"], _MEETS_WITHIN)
+                break
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_MEETS_WITHIN)
         group = RankGroup(dist.new_group(backend="gloo", timeout=_COMES_WITHIN))
     except (RuntimeError, ValueError) as error:
@@ -217,21 +228,26 @@ def team_of_launcher() -> Iterator[Team]:
 def _place() -> tuple[int, int]:
     """Rank and number of the processes that a launcher has started; sets what torch needs to know where `srun` did."""
     known = os.environ
-    names = ("RANK", "WORLD_SIZE")
     # A batch script has the numbers of its first task, and is none: it runs in no step.
-    if "WORLD_SIZE" not in known and ("SLURM_STEP_ID" in known or "SLURM_JOB_ID" not in known):
-        names = ("SLURM_PROCID", "SLURM_NTASKS")
-    if names[0] not in known and known.get(names[1], "1") != "1":
-        raise OptionError(f"{names[1]}={known[names[1]]} without {names[0]}: unset {names[1]} to run the command alone")
-    rank, size = (known.get(name, default) for name, default in zip(names, ("0", "1"), strict=True))
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise OptionError(f"{names[0]}={rank}, {names[1]}={size}: expected the number of a process, below how many are")
-    if int(size) == 1:
+    tasks = known.get("SLURM_NTASKS", "1") if "SLURM_STEP_ID" in known else "1"
+    names = ("RANK", "WORLD_SIZE") if "WORLD_SIZE" in known or tasks == "1" else ("SLURM_PROCID", "SLURM_NTASKS")
+    rank, size = known.get(names[0], ""), known.get(names[1], "1")
+    if size == "1":
+        if tasks != "1" and "TORCHELASTIC_RUN_ID" not in known:
+            raise OptionError(
+                f"WORLD_SIZE=1, but SLURM_NTASKS={tasks}: unset WORLD_SIZE; or SLURM_STEP_ID, to be alone"
+            )
         return 0, 1
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise OptionError(
+            f"{names[0]}={rank}, {names[1]}={size}: expected the number of a process, below how many there are; unset "
+            f"{names[1]} to run the command alone"
+        )
     if names[0] != "RANK":
         step = f"{known.get('SLURM_JOB_ID')}.{known.get('SLURM_STEP_ID')}"
         hosts = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_JOB_NODELIST", "")
-        known.setdefault("MASTER_ADDR", _first_host(hosts))
+        # Slurm shortens a list of hosts: `node[03-07,9],other`.
+        known.setdefault("MASTER_ADDR", re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts, count=1).partition(",")[0])
         known.setdefault("MASTER_PORT", str(20000 + zlib.crc32(step.encode()) % 10000))
     if not known.get("MASTER_ADDR") or not known.get("MASTER_PORT"):
         raise OptionError(
@@ -239,8 +255,3 @@ def _place() -> tuple[int, int]:
             f"there, or unset {names[1]} to run the command alone"
         )
     return int(rank), int(size)
-
-
-def _first_host(hosts: str) -> str:
-    """The first of a list of hosts as Slurm shortens it: `node[03-07,9],other`."""
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts, count=1).partition(",")[0]

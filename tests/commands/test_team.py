@@ -99,7 +99,7 @@ def shown(line: str) -> Shown:
 
 
 def in_rank(rank: int, ports: Sequence[int], lines: Sequence[str], where: Path) -> list[Shown]:
-    """Run command lines in a rank, as a launcher would start it."""
+    """Run command lines in a rank, as a launcher would start it; `{rank}` in them is its number."""
     import torch.distributed as dist
 
     dist.destroy_process_group()
@@ -107,7 +107,7 @@ def in_rank(rank: int, ports: Sequence[int], lines: Sequence[str], where: Path) 
     found = []
     for port, line in zip(ports, lines, strict=True):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        found.append(shown(line))
+        found.append(shown(line.format(rank=rank)))
     return found
 
 
@@ -131,6 +131,7 @@ def test_several_processes_write_and_say_what_one_does(
 
 def test_an_error_of_one_rank_is_that_of_all_and_leaves_nothing(folder: Path) -> None:
     lines = ["reshard bad t --tp 4", "export bad t", "copy bad t", "verify nothing", "reshard ckpt t --tp 5"]
+    lines.append("reshard ckpt t{rank} --tp 4")
     first, second = by_ranks(2, lines, folder)
     assert first == second
     assert [code for code, _, _ in first] == [2] * len(lines)
@@ -140,27 +141,29 @@ def test_an_error_of_one_rank_is_that_of_all_and_leaves_nothing(folder: Path) ->
     assert re.search(r"could not check the source: rank 0 of 2 \(2 ranks failed: 0, 1\): .*distcp", said[2])
     assert "nothing: no such directory" in said[3]
     assert "could not reshard: rank 0 of 2 (2 ranks failed: 0, 1): " in said[4]
+    assert "not given the same command line: `reshard ckpt t0 --tp 4`, `reshard ckpt t1 --tp 4`" in said[5]
     assert not list(folder.glob("t*"))
 
 
-def dies_after_its_part(rank: int, port: int, where: Path) -> list[Shown]:
-    write = conversion._write_part
+def dies_after(rank: int, port: int, where: Path, step: str) -> list[Shown]:
+    stock = getattr(conversion, step)
 
-    def write_and_die(*given: Any) -> None:
-        write(*given)
+    def do_and_die(*given: Any, **named: Any) -> None:
+        stock(*given, **named)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(conversion, "_write_part", write_and_die):
+    with mock.patch.object(conversion, step, do_and_die):
         return in_rank(rank, [port], ["reshard ckpt t --tp 4"], where)
 
 
 def test_what_a_killed_rank_has_done_is_not_done_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = rank_outcomes(dies_after_its_part, 2, free_port(), folder)
+    outcomes = rank_outcomes(dies_after, 2, free_port(), folder, "_write_part")
     assert outcomes[1].exit_code == -signal.SIGKILL
     ((code, _, said),) = outcomes[0].value
     assert code == 2
     assert "could not write the files: rank 0 of 2 has lost contact with another rank: rank 1 has ended" in said
+    assert said.count("has lost contact") == 1
     assert sorted(path.name for path in folder.glob("t.*")) == ["t.partial", "t.partial.journal", "t.partial.journal.1"]
     before = {path.name: path.stat().st_ino for path in (folder / "t.partial").iterdir()}
     monkeypatch.chdir(folder)
@@ -170,6 +173,15 @@ def test_what_a_killed_rank_has_done_is_not_done_again(folder: Path, monkeypatch
     assert len(before) == 6
     assert not list(folder.glob("t.*"))
     assert shown(f"diff {folder / 't'} {folder / 'whole'}")[0] == 0
+
+
+def test_a_rank_that_dies_when_all_is_done_spoils_nothing(folder: Path) -> None:
+    outcomes = rank_outcomes(dies_after, 2, free_port(), folder, "check_all")
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    ((code, out, said),) = outcomes[0].value
+    assert (code, said) == (0, "")
+    assert "compared with the source" in out
+    assert shown(f"verify {folder / 't'}")[0] == 0
 
 
 def test_a_second_run_into_one_target_is_refused(folder: Path) -> None:
@@ -220,6 +232,24 @@ def test_others_stop_when_a_rank_fails() -> None:
     assert found == [("could not step: rank 1 of 3: ValueError: no such step", 1)] * 3
 
 
+def meets_twice(rank: int, port: int) -> int:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with team_of_launcher():
+        store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        time.sleep(1)  # so long its first process takes to end
+    del store
+    with team_of_launcher() as team:
+        return team.size
+
+
+def test_commands_of_a_script_meet_one_after_the_other_at_one_port() -> None:
+    assert run_ranks(meets_twice, 2, free_port()) == [2, 2]
+
+
 @pytest.mark.parametrize("count", range(1, 6))
 @pytest.mark.parametrize(
     "sizes", [[], [5], [0, 0, 0], [1, 1, 1, 1], [9, 1, 1, 1], [1, 1, 1, 9], [0, 3, 0, 3, 0]], ids=str
@@ -240,7 +270,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_N
         ({**STEP, "SLURM_STEP_NODELIST": "gpu[03-07,9],cpu1"}, (3, 4), "gpu03"),
         ({**STEP, "SLURM_JOB_NODELIST": "a-1,b[1-2]"}, (3, 4), "a-1"),
         ({**STEP, "SLURM_JOB_NODELIST": "a-1", "MASTER_ADDR": "b"}, (3, 4), "b"),
-        ({**STEP, "RANK": "0", "WORLD_SIZE": "1"}, (0, 1), None),  # torchrun under srun
+        ({**STEP, "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, (0, 1), None),  # under srun
     ],
     ids=["alone", "torchrun", "srun", "srun, one host", "srun, an address", "torchrun of one"],
 )
@@ -252,11 +282,13 @@ def test_the_launcher_says_who_they_are(variables: Mapping[str, str], place: tup
 
 def test_a_batch_script_is_no_task_of_a_step() -> None:
     batch = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
-    with mock.patch.dict(os.environ, {**batch, "SLURM_PROCID": "0"}, clear=True):
+    with mock.patch.dict(os.environ, {**batch, "SLURM_PROCID": "0", "RANK": "3"}, clear=True):
         assert _place() == (0, 1)
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "2"}, {"RANK": "x"}, {"RANK": "-1"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "2"}, {"RANK": "x"}, {"RANK": "-1"}, {}, {**STEP, "RANK": "0", "WORLD_SIZE": "1"}], ids=str
+)
 def test_a_place_that_cannot_be_is_refused(variables: Mapping[str, str]) -> None:
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "2", **variables}, clear=True), pytest.raises(OptionError):
         _place()
@@ -269,14 +301,15 @@ def test_a_command_alone_imports_no_torch(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_torchrun_and_srun_start_a_command(folder: Path) -> None:
-    words = ["-m", "mcore_ckpt", "verify", "ckpt", "--json"]
+def test_torchrun_and_srun_start_the_commands_of_a_script(folder: Path) -> None:
+    command = f"{sys.executable} -m mcore_ckpt verify ckpt --json"
+    script = ["sh", "-c", f"{command} && {command}"]
     known = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    report = subprocess.run(torchrun, cwd=folder, env=known, check=True, capture_output=True, text=True).stdout
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    report = subprocess.run([*torchrun, *script], cwd=folder, env=known, check=True, capture_output=True, text=True)
     tasks = [
         subprocess.Popen(
-            [sys.executable, *words],
+            script,
             cwd=folder,
             env={**known, **STEP, "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"},
             stdout=subprocess.PIPE,
@@ -287,5 +320,5 @@ def test_torchrun_and_srun_start_a_command(folder: Path) -> None:
     first, second = (task.communicate()[0] for task in tasks)
     assert [task.returncode for task in tasks] == [0, 0]
     assert second == ""
-    reports = [json.loads(text) for text in (report, first)]
-    assert [(one["whole"], one["records"]) for one in reports] == [(True, 886)] * 2
+    reports = [json.loads(line) for text in (report.stdout, first) for line in text.splitlines()]
+    assert [(one["whole"], one["records"]) for one in reports] == [(True, 886)] * 4
