@@ -32,11 +32,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, logger_of
@@ -63,7 +66,7 @@ from mcore_ckpt.megatron.other_division import (
     with_own_ranges,
 )
 from mcore_ckpt.megatron.serialization import TRAINING, common_object, load_common, tell_uncertified
-from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box
+from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box, local_chunks
 from mcore_ckpt.state.torch_classes import dtype_name, is_dense
 from mcore_ckpt.state.values import first_difference, unequal
 from mcore_ckpt.storage.resolve import storage_at
@@ -209,7 +212,7 @@ def certify(
 
     Args:
         sharded_state_dict: as a save would be given it now: nested dict/list of Megatron's sharded tensors (shapes in
-            elements) and objects, and of the common state; or a function that makes it.
+            elements) and objects, and of the common state; or a state dict of DCP; or a function that makes it.
         checkpoint_dir: what was loaded.
         optimizer: Megatron's; the weights of its parameters are compared with their FP32 masters.
         process_group: the ranks; None: all.
@@ -247,7 +250,7 @@ def certify(
     with storage_at(directory).in_use(METADATA_FILE):
         if not is_resume:
             call = MegatronLoad(options, process_group, group, directory=directory, reader=reader)
-            sharded_state_dict = _under_this_division(sharded_state_dict, call, group)
+            sharded_state_dict = _under_this_division(sharded_state_dict, call, reader.index, group)
             reader.parameters, handed_out = call.buckets, handed_out or call.change_common
         compare = partial(comparison.of_one_save, comparison.compare, sharded_state_dict, optimizer, handed_out)
         found = group.run_merged(_WHAT, compare, _Found.merged, lambda both: both, wrap=LoadError)
@@ -265,18 +268,46 @@ def certify(
     return certificate
 
 
-def _under_this_division(state: Any, call: MegatronLoad, group: RankGroup) -> Any:
-    """The state dict as a load of that checkpoint would ask for it; the call gets what that load would need."""
+def _under_this_division(state: Any, call: MegatronLoad, index: CheckpointIndex, group: RankGroup) -> Any:
+    """The state dict as a load of that checkpoint would ask for it; the call gets what that load would need. One of DCP
+    comes as shards.
+    """
     made: list[Any] = []
+    of_dcp: dict[str, Any] = {}
 
-    def make() -> bool:
+    def make() -> tuple[bool, dict[str, int]]:
         made.append(state() if callable(state) else state)
-        return has_flat_state(made[0])
+        if isinstance(made[0], dict) and next(leaves(made[0]), None) is None:
+            values = {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in made[0].items()}
+            of_dcp.update(flatten_state_dict(values)[0])
+        undivided = (key for key, one in of_dcp.items() if not hasattr(one, "placements"))
+        return has_flat_state(made[0]), dict.fromkeys(undivided, group.rank)
 
-    if not group.run_merged(_WHAT, make, operator.or_, bool, wrap=LoadError):
+    def merge(one: tuple[bool, dict[str, int]], other: tuple[bool, dict[str, int]]) -> tuple[bool, dict[str, int]]:
+        return one[0] or other[0], {**other[1], **one[1]}
+
+    has_buckets, first = group.run_merged(_WHAT, make, merge, lambda both: both, wrap=LoadError)
+    if has_buckets:
+        with in_progress(call):
+            return under_this_division(made[0], call)
+    if of_dcp.keys().isdisjoint([*index.tensors, *index.objects]):
         return made[0]
-    with in_progress(call):
-        return under_this_division(made[0], call)
+    return [_shard_of(key, one, group.rank - first.get(key, group.rank)) for key, one in of_dcp.items()]
+
+
+def _shard_of(key: str, value: Any, behind: int) -> Any:
+    """A value of DCP's as a sharded tensor or object. `behind`: by how many ranks this one is behind the first that has
+    it, unless it is a DTensor.
+    """
+    shard = SimpleNamespace(key=key, unique_key=key, data=value, global_offset=(), replica_id=behind)
+    if isinstance(value, torch.Tensor):
+        (chunk,) = local_chunks(value)
+        shard.global_shape, shard.global_offset = tuple(value.shape), tuple(chunk.offsets)
+        shard.local_shape, shard.prepend_axis_num = tuple(chunk.sizes), 0
+    if hasattr(value, "placements"):
+        places = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
+        shard.data, shard.replica_id = value.to_local(), tuple(at for at, one in places if one.is_replicate())
+    return shard
 
 
 @dataclass(slots=True)
@@ -668,17 +699,13 @@ def _of(leaf: Any, value: Any) -> Any:
 
 
 @without_modes()
-def certify_part(make: Callable[[], Any], directory: Path, optimizer: Any) -> None:
-    """Certify what has been loaded from one of several directories, as `make` makes it again."""
-    options = LoadOptions.from_environment()
-    with _uncertified_is_told(directory, options):
-        certify(make, directory, optimizer, options=options)
-
-
-@contextlib.contextmanager
-def _uncertified_is_told(directory: Path, options: LoadOptions) -> Iterator[None]:
+def certify_loaded(
+    make: Callable[[], Any], directory: str | Path, optimizer: Any, options: LoadOptions | None = None, **others: Any
+) -> None:
+    """Certify what has been loaded, as `make` makes it again, or say why that cannot be. `others`: as of `certify`."""
+    options = options or LoadOptions.from_environment()
     try:
-        yield
+        certify(make, directory, optimizer, options=options, **others)
     except CheckpointError as error:
         if options.certify == "raise":
             raise
@@ -712,17 +739,16 @@ def certify_resume(
     has_random = reader is None or any("rng_state/" in key for key in reader.index.objects)
     if given["rng_state"] is None and has_random and not reasons:
         reasons.append("random states of another layout")
-    with _uncertified_is_told(directory, options):
-        certify(
-            partial(_state_as_resumed, stock, load, arguments, call, module, result),
-            directory,
-            optimizer,
-            process_group=load.process_group,
-            options=options,
-            reasons=reasons,
-            reader=reader,
-            handed_out=load.change_common,
-        )
+    certify_loaded(
+        partial(_state_as_resumed, stock, load, arguments, call, module, result),
+        directory,
+        optimizer,
+        options,
+        process_group=load.process_group,
+        reasons=reasons,
+        reader=reader,
+        handed_out=load.change_common,
+    )
     return None
 
 

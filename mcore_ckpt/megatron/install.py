@@ -14,8 +14,8 @@ own: its training code imports queue, request and writer from NVRx, which is not
 puts modules of these names in place that hand out ours, for the format `torch_dist` alone. NVRx that is installed is
 never covered; its queue is then served like Megatron's.
 
-Training code is imported later: then loads of Megatron-LM, Megatron-Bridge, ms-swift and verl are made to end with a
-certificate, and the distributed optimizer to say what lies where in its buckets.
+Training code is imported later: then loads of Megatron-LM, Megatron-Bridge, ms-swift, verl and SkyRL are made to end
+with a certificate, and the distributed optimizer to say what lies where in its buckets.
 """
 
 from __future__ import annotations
@@ -388,7 +388,9 @@ _CERTIFIED: Final = {
     "megatron.bridge.training.checkpointing": ("get_rng_state", "generate_state_dict", "_load_checkpoint_from_path"),
     "swift.megatron.utils.megatron_lm_utils": ("_get_rng_state", "_generate_state_dict", "load_mcore_checkpoint"),
 }
+# Classes whose `load_checkpoint` loads by itself.
 _VERL: Final = "verl.utils.checkpoint.megatron_checkpoint_manager"
+_SKYRL: Final = "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy"
 
 
 def change_when_imported() -> None:
@@ -413,7 +415,7 @@ class _AfterImport:
         if not patches.replaced():
             return None
         _change_modules()
-        if name not in {*_CERTIFIED, _VERL, OPTIMIZER} - cls._asked:
+        if name not in {*_CERTIFIED, _VERL, _SKYRL, OPTIMIZER} - cls._asked:
             return None
         finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path))
         cls._asked.add(name)
@@ -435,9 +437,11 @@ class _AfterImport:
 def _change_modules() -> None:
     for module, names in _CERTIFIED.items():
         _certify_module(module, names)
-    manager: Any = getattr(sys.modules.get(_VERL), "MegatronCheckpointManager", None)
-    if hasattr(manager, "load_checkpoint") and not hasattr(manager.load_checkpoint, "__wrapped__"):
-        patches.replace(manager, "load_checkpoint", _certified_parts(manager.load_checkpoint))
+    managers = ((_VERL, "MegatronCheckpointManager", _parts_of_verl), (_SKYRL, "MegatronStrategy", _parts_of_skyrl))
+    for module, name, parts in managers:
+        manager: Any = getattr(sys.modules.get(module), name, None)
+        if hasattr(manager, "load_checkpoint") and not hasattr(manager.load_checkpoint, "__wrapped__"):
+            patches.replace(manager, "load_checkpoint", _certified_parts(manager.load_checkpoint, parts))
     if OPTIMIZER in sys.modules:
         from mcore_ckpt.megatron.flat_buckets import change_optimizer  # (not every job has it)
 
@@ -488,27 +492,56 @@ def _certified(stock: Mapping[str, Callable[..., Any]], module: Any) -> Callable
     return load_checkpoint
 
 
-def _certified_parts(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's `load_checkpoint`, which loads model, optimizer and random states from a directory each."""
+def _certified_parts(stock: Callable[..., Any], parts: Callable[..., Iterator[Any]]) -> Callable[..., Any]:
+    """A `load_checkpoint` whose `parts` tell, of the same arguments, what is to be certified."""
 
     @functools.wraps(stock)
-    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, local_path, *args, **kwargs)
-        from mcore_ckpt.megatron.certificate import certify_part
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        from mcore_ckpt.megatron.certificate import certify_loaded
 
-        metadata = self._build_sharded_state_dict_metadata()
-        model = partial(self._build_model_sharded_state_dict, metadata)
-        parts = {
-            "model": (self.should_load_dist_ckpt_model and self.peft_cls is None, model),
-            "optimizer": (self.should_load_optimizer, lambda: self._build_optimizer_state_dict(model(), metadata)),
-            "extra": (self.should_load_extra, self._build_extra_state_dict),
-        }
-        for name, (is_loaded, make) in parts.items():
-            if is_loaded and not self.use_megatron_fsdp:
-                certify_part(make, Path(local_path, name, "dist_ckpt"), self.optimizer if name == "optimizer" else None)
+        for part in parts(*args, **kwargs):
+            certify_loaded(*part)
         return result
 
     return load_checkpoint
+
+
+def _parts_of_verl(self: Any, local_path: Any, *_: Any, **__: Any) -> Iterator[Any]:
+    """Model, optimizer and random states have a directory each."""
+    metadata = self._build_sharded_state_dict_metadata()
+    model = partial(self._build_model_sharded_state_dict, metadata)
+    parts = {
+        "model": (self.should_load_dist_ckpt_model and self.peft_cls is None, model),
+        "optimizer": (self.should_load_optimizer, lambda: self._build_optimizer_state_dict(model(), metadata)),
+        "extra": (self.should_load_extra, self._build_extra_state_dict),
+    }
+    for name, (is_loaded, make) in parts.items():
+        if is_loaded and not self.use_megatron_fsdp:
+            yield make, Path(local_path, name, "dist_ckpt"), self.optimizer if name == "optimizer" else None
+
+
+def _parts_of_skyrl(
+    self: Any, model: Any, ckpt_dir: Any, optimizer: Any = None, scheduler: Any = None, *_: Any, **loads: bool
+) -> Iterator[Any]:
+    """All is in one directory."""
+
+    def make() -> dict[str, Any]:
+        (inner,) = model.actor_module
+        while hasattr(inner, "module"):
+            inner = inner.module
+        of_model, metadata = inner.sharded_state_dict(), self._dist_ckpt_optim_metadata
+        state = {"rng": self.get_rng_state()}
+        if not self.is_lora:
+            state["model"] = of_model
+        if optimizer and loads.get("load_optimizer_states", True):
+            with sys.modules[_SKYRL]._without_stub_optimizers(optimizer):  # noqa: SLF001
+                state["optimizer"] = optimizer.sharded_state_dict(of_model, is_loading=False, metadata=metadata)
+        if scheduler and loads.get("load_lr_scheduler_states", True):
+            state["lr_scheduler"] = scheduler.state_dict()
+        return state
+
+    yield make, ckpt_dir, optimizer
 
 
 def announce(text: str, *values: object) -> None:

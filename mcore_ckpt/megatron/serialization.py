@@ -243,9 +243,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         )
     # Small, and read by every rank: all of it is compared with its checksums before anything is unpickled.
     loaded = load_object(
-        read_common_file(storage, file, manifest),
-        options.allowed_classes,
-        where=str(directory / file),
+        read_common_file(storage, file, manifest), options.allowed_classes, where=str(directory / file)
     )
     note_common(identity_of(manifest, version))
     return _without_leaked_state(loaded)
@@ -301,7 +299,7 @@ def _name_uncertified(directory: Path, options: LoadOptions) -> None:
     return None
 
 
-def tell_uncertified(directory: Path, options: LoadOptions, why: object) -> None:
+def tell_uncertified(directory: str | Path, options: LoadOptions, why: object) -> None:
     """Warn that a resume ends without a certificate, or raise `LoadError`, as `certify` says."""
     said = f"what is resumed from {directory} is not certified: {why}"
     if options.certify == "raise":

@@ -16,10 +16,19 @@ import numpy
 import pytest
 import torch
 
-from mcore_ckpt import LoadError, LoadOptions, OptionError, SaveOptions, TorchDistSaveStrategy, certify
+from mcore_ckpt import (
+    FileSystemReader,
+    FileSystemWriterAsync,
+    LoadError,
+    LoadOptions,
+    OptionError,
+    SaveOptions,
+    TorchDistSaveStrategy,
+    certify,
+)
 from mcore_ckpt.megatron import certificate as certificate_module
 from mcore_ckpt.megatron.serialization import save_common
-from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
+from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks, run_ranks
 from tests.support.kept_log import kept_log
 from tests.support.models import DENSE, ModelShape, Parallel
 from tests.support.resumed_job import Job
@@ -272,6 +281,40 @@ def test_all_ranks_are_told_which_one_differs(tmp_path: Path) -> None:
 
 
 # --- at the end of `load_checkpoint` ----------------------------------------------------------------------------------
+
+
+def dcp_ranks(rank: int, path: Path) -> tuple[str, list[tuple[str, int, str]]]:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def state() -> dict[str, Any]:
+        weight = distribute_tensor(torch.arange(10.0).reshape(5, 2), mesh, [Shard(0)])
+        norm = distribute_tensor(torch.arange(3.0), mesh, [Replicate()])
+        own = {"late": torch.ones(2)} if rank else {}  # as of a stage of a pipeline
+        return {"model": {"weight": weight, "norm": norm, **own}, "step": torch.tensor(3.0), "epochs": {"done": 4}}
+
+    dcp.save(state(), storage_writer=FileSystemWriterAsync(path))
+    held = state()
+    dcp.load(held, storage_reader=FileSystemReader(path))
+    said = str(certify(held, path, options=RAISE))
+    if rank == 1:
+        for key in ("weight", "norm"):
+            held["model"][key].to_local()[-1] += 1
+        held["step"] += 1
+        held["epochs"]["done"] = 5
+    return said, [one[:3] for one in certify(held, path, options=WARN).differences]
+
+
+def test_a_state_dict_of_dcp_is_certified(tmp_path: Path) -> None:
+    said, differences = run_ranks(dcp_ranks, 2, tmp_path / "ckpt")[0]
+    assert said.startswith("resumed from ckpt as saved: 4 tensors, 1 objects, 2 ranks")
+    assert sorted(differences) == [
+        ("object", 1, "epochs.done"),
+        *(("tensor", 1, key) for key in ("model.norm", "model.weight", "step")),
+    ]
 
 
 def resume_with_faults(rank: int, path: Path) -> dict[str, list[str]]:
