@@ -6,6 +6,7 @@ Resumes RUN as the framework does, trains to step STEPS and saves every two. Nam
     tensor: size of tensor parallelism, 1 unless given.
     dropout: 0.1 unless given.
     die: part of a path; rank 1 ends itself by SIGKILL when it has written a save into such a directory.
+    kill_writer: a step; the writer process of rank 1 gets SIGKILL in the asynchronous save of that step.
 Others are for the framework: see `with_*.py`.
 
 `FRAMEWORK_PATH` names folders, joined by colons, with its packages. Some have a package `tests`: so they are put on the
@@ -15,10 +16,13 @@ path here, when ours has been imported, and not at the head of this file, which 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -92,6 +96,18 @@ def _die_in_saves_to(part: str) -> None:
     FileSystemWriterAsync.write_data = write_and_die  # type: ignore[method-assign]
 
 
+@contextmanager
+def _writer_is_killed() -> Iterator[None]:
+    """Within the block a save is scheduled, of which the writer process of this rank writes nothing before it ends."""
+    from mcore_ckpt.save.writer_process import shared_writer
+
+    writer = shared_writer().pid
+    assert writer is not None
+    os.kill(writer, signal.SIGSTOP)
+    yield
+    os.kill(writer, signal.SIGKILL)
+
+
 def main(framework: str, run: str, steps: str, *fields: str) -> None:
     """Train to that step."""
     values = {name: yaml.safe_load(value) for name, _, value in (field.partition("=") for field in fields)}
@@ -99,7 +115,10 @@ def main(framework: str, run: str, steps: str, *fields: str) -> None:
     import_module("tests.support.models")
     sys.path[:0] = os.environ["FRAMEWORK_PATH"].split(":")
     dist.init_process_group("gloo")
-    die = values.pop("die", None)
+    logger = logging.getLogger("mcore_ckpt")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler())
+    die, kill_writer = values.pop("die", None), values.pop("kill_writer", None)
     if die and dist.get_rank() == 1:
         _die_in_saves_to(die)
     module = import_module(manager_of)
@@ -113,7 +132,8 @@ def main(framework: str, run: str, steps: str, *fields: str) -> None:
         sitecustomize._record("loss", iteration=step, loss=float(mean) / dist.get_world_size())
         manager.between()
         if step % SAVE_EVERY == 0:
-            manager.save(step)
+            with _writer_is_killed() if step == kill_writer and dist.get_rank() == 1 else nullcontext():
+                manager.save(step)
     manager.finish()
     dist.barrier()
     dist.destroy_process_group()

@@ -35,6 +35,7 @@ class Framework:
         asynchronous: fields for saves that are; None: under this Megatron it fails at them, without mcore_ckpt, too.
         fields: further ones of all jobs.
         after_kill: further ones of the job that resumes when an asynchronous save was killed.
+        certificates: with how many a load ends.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Framework:
     asynchronous: tuple[str, ...] | None = ("async_save=true",)
     fields: Mapping[Side, tuple[str, ...]] = field(default_factory=dict, hash=False)
     after_kill: tuple[str, ...] = ()
+    certificates: int = 1
 
     def __str__(self) -> str:
         return self.name
@@ -94,6 +96,7 @@ VERL = Framework(
     # It imports the queue of `strategies.base`, which Megatron from 0.17 on, of Python 3.12, has not.
     asynchronous=None if _HAS_312 else ("async_save=true",),
     fields={"stock": ("one_by_one=true",)},  # a load of all at once fails there
+    certificates=3,
 )
 SWIFT = Framework(
     "swift",
@@ -101,6 +104,7 @@ SWIFT = Framework(
     ("checkpoint-{0}/iter_000000{0}",),
     killed_at="iter_0000004",
 )
+LORA = replace(SWIFT, name="lora")
 TITAN = Framework(
     "titan",
     _of_both("torchtitan"),
@@ -116,12 +120,19 @@ SKYRL = Framework(
     fields=_of_both("dropout=0"),  # it saves no states of the generators of parallel ranks
     after_kill=("resume=2",),  # its tracker file names a save that was scheduled
 )
-FRAMEWORKS = (VERL, SWIFT, TITAN, *((SKYRL,) if _HAS_312 else ()))  # the least that SkyRL takes
+FRAMEWORKS = (VERL, SWIFT, LORA, TITAN, *((SKYRL,) if _HAS_312 else ()))  # the least that SkyRL takes
 
 
 def _begun_at(job: Launched) -> int:
     (step,) = set(re.findall(r"begins at step (\d+)", job.log))
     return int(step)
+
+
+def _certified(job: Launched) -> list[str]:
+    """What was compared, by each certificate."""
+    found = re.findall(r"resumed from \S+ as saved: (\d+ tensors, \d+ objects)", job.log)
+    assert "0 tensors, 0 objects" not in found
+    return found
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,7 @@ def test_killed_in_mid_save_and_resumed(is_async: bool, stock: NeverEnded, tmp_p
     assert "SIGKILL" in killed.log
     again = framework.train("ours", run, tmp_path / "again", *fields, *(framework.after_kill if is_async else ()))
     stock.assert_resumed(again, run, 2)
+    assert len(_certified(again)) == framework.certificates
 
 
 def test_each_resumes_what_the_other_has_saved(stock: NeverEnded, tmp_path: Path) -> None:
@@ -185,3 +197,28 @@ def test_verl_resumes_with_another_tensor_parallelism_without_random_states(tmp_
     assert re.search("MissingKeyError: .*rng_state.*verl: no `extra` in load_contents", refused.log)
     resumed = VERL.train("ours", run, tmp_path / "resumed", "tensor=2", without_random_states, steps=4)
     assert _begun_at(resumed) == 2
+
+
+@pytest.mark.parametrize(
+    ("framework", "fields"),
+    [(SWIFT, ("fully_reshardable=true",)), *([(SKYRL, ())] if _HAS_312 else [])],
+    ids=str,
+)
+def test_resumes_with_another_tensor_parallelism(framework: Framework, fields: tuple[str, ...], tmp_path: Path) -> None:
+    """ms-swift refuses other checkpoints than `fully_reshardable` ones by itself."""
+    run = tmp_path / "run"
+    framework.train("ours", run, tmp_path / "saved", *fields, steps=2)
+    resumed = framework.train("ours", run, tmp_path / "resumed", *fields, "tensor=2", steps=4)
+    assert _begun_at(resumed) == 2
+    assert len(_certified(resumed)) == 1
+
+
+# Where verl has asynchronous saves.
+@pytest.mark.parametrize("stock", [VERL if VERL.asynchronous else SWIFT], ids=str, indirect=True)
+def test_a_writer_process_that_is_killed_costs_one_save(stock: NeverEnded, tmp_path: Path) -> None:
+    framework, run = stock.framework, tmp_path / "run"
+    fields = framework.asynchronous or ()
+    killed = framework.train("ours", run, tmp_path / "killed", *fields, "kill_writer=4", expected_exit=None)
+    assert "WriterDiedError" in killed.log
+    again = framework.train("ours", run, tmp_path / "again", *fields, *framework.after_kill)
+    stock.assert_resumed(again, run, 2)

@@ -15,7 +15,7 @@ from tests.launch.absent import stand_in
 
 stand_in(("transformer_engine",), ("mcore_bridge", "swift"))
 for _name, _value in list(vars(transformer_engine).items()):
-    if _name.startswith("TE") and _value is None:  # what mcore_bridge changes
+    if _name.startswith("TE") and not isinstance(_value, type):  # what mcore_bridge changes
         setattr(transformer_engine, _name, type(_name, (nn.Module,), {}))
 
 from swift.megatron.utils import megatron_lm_utils  # noqa: E402
@@ -32,6 +32,8 @@ class Manager:
         files: how many each rank writes, as of its `thread_count`.
     """
 
+    source, is_adapter = "mcore_model", False
+
     def __init__(
         self, job: Any, async_save: bool = False, fully_reshardable: bool = False, files: int | None = None
     ) -> None:
@@ -43,9 +45,8 @@ class Manager:
         Path(job.run).mkdir(exist_ok=True)
         os.chdir(job.run)  # the arguments are saved: they are the same for all runs
         self._args = Namespace(
-            mcore_model=None,
             async_save=async_save,
-            tuner_type="full",
+            tuner_type="lora" if self.is_adapter else "full",
             finetune=False,
             no_load_optim=False,
             no_load_rng=False,
@@ -66,8 +67,10 @@ class Manager:
     def load(self) -> int:
         if not (last := Path("last-checkpoint")).exists():
             return 0
-        job, args = self._job, Namespace(**{**vars(self._args), "mcore_model": str(last)})
-        step: int = megatron_lm_utils.load_mcore_checkpoint(args, job.model, job.optimizer, job.scheduler)
+        job, args = self._job, Namespace(**vars(self._args), **{self.source: str(last)})
+        step: int = megatron_lm_utils.load_mcore_checkpoint(
+            args, job.model, job.optimizer, job.scheduler, load_arg=self.source
+        )
         assert args.consumed_train_samples == 8 * step
         return step
 
@@ -82,6 +85,7 @@ class Manager:
             job.scheduler,
             iteration=step,
             output_dir=folder,
+            peft_format=self.is_adapter,
             async_finalize_fn=link,
         )
         if not is_deferred and distributed.get_rank() == 0:

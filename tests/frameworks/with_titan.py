@@ -68,6 +68,7 @@ def plug_in() -> None:
 
     def load(state_dict: Any, *, storage_reader: Any = None, checkpoint_id: Any = None) -> None:
         dcp.load(state_dict, storage_reader=storage_reader or reader(checkpoint_id))
+        mcore_ckpt.certify(state_dict, checkpoint_id)
 
     titan.dcp = SimpleNamespace(save=partial(save, dcp.save), async_save=partial(save, dcp.async_save), load=load)
 
