@@ -50,15 +50,9 @@ _NOT_COMPARED = (
 def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument(
-        "--check-optimizer",
-        action="store_true",
-        help="compare the optimizer's float32 weights with the model's, too: rounded, they are the same",
+        "--check-optimizer", action="store_true", help="do the optimizer's weights round to the model's?"
     )
-    parser.add_argument(
-        "--state",
-        action="store_true",
-        help="show the fingerprint of its tensors, which is the same under every parallel layout",
-    )
+    parser.add_argument("--state", action="store_true", help="show the fingerprint, the same under any layout")
     parser.add_argument("--all", action="store_true", help="CKPT is a run: each checkpoint in it")
     add_workers(parser, "threads that read and sum")
 
@@ -152,12 +146,7 @@ def _some(lines: list[str]) -> list[str]:
 
 
 def verified(
-    arguments: argparse.Namespace,
-    *,
-    repair_from: str | None,
-    accept: bool,
-    optimizer: bool,
-    dry_run: bool = False,
+    arguments: argparse.Namespace, *, repair_from: str | None, accept: bool, optimizer: bool, dry_run: bool = False
 ) -> Outcome:
     """Verify, after the common state was accepted as it is, and repair what is damaged; each where it is asked for."""
     from mcore_ckpt.format.metadata_read import MAX_METADATA_BYTES, METADATA_FILE, read_small_file
@@ -229,17 +218,8 @@ def _verdict(report: VerifyReport) -> str:
 
 def add_repair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
-    parser.add_argument(
-        "--from",
-        dest="other",
-        metavar="OTHER",
-        help="a copy of the same save; only bytes whose checksums match are taken from it",
-    )
-    parser.add_argument(
-        "--accept-common-state",
-        action="store_true",
-        help="take the common state (common.pt) as it is: it was changed on purpose",
-    )
+    parser.add_argument("--from", dest="other", metavar="OTHER", help="a copy of the same save; checksums are compared")
+    parser.add_argument("--accept-common-state", action="store_true", help="common.pt was changed on purpose")
     add_dry_run(parser, "show what is wrong, and what of it the copy could repair; write nothing")
     add_workers(parser, "threads that read and sum")
 
@@ -256,9 +236,7 @@ def run_repair(arguments: argparse.Namespace) -> Outcome:
 
 def add_copy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="directory of a checkpoint, or its URL")
-    parser.add_argument(
-        "target", metavar="DST", help="directory of the copy, or its URL; an interrupted copy is resumed"
-    )
+    parser.add_argument("target", metavar="DST", help="directory or URL of the copy; an interrupted copy is resumed")
 
 
 def run_copy(arguments: argparse.Namespace) -> Outcome:
@@ -278,12 +256,8 @@ def run_copy(arguments: argparse.Namespace) -> Outcome:
 def add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--keep-last", type=int, metavar="N", help="the newest N complete checkpoints stay, at least one; others go"
-    )
-    which.add_argument(
-        "--optimizer-last", type=int, metavar="N", help="as --keep-last; of others the optimizer's state alone goes"
-    )
+    which.add_argument("--keep-last", type=int, metavar="N", help="the newest N complete checkpoints stay (1 or more)")
+    which.add_argument("--optimizer-last", type=int, metavar="N", help="as --keep-last; others lose their optimizer")
     parser.add_argument("--keep-every", type=int, metavar="N", help="iterations that are multiples of N stay")
     what = parser.add_mutually_exclusive_group()
     add_dry_run(what, "list what would be deleted; this is the default")

@@ -107,11 +107,7 @@ def checked_outcome(report: ConversionReport, text: str, arch: str, to_megatron:
 
 def add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="directory of the checkpoint, or one with a tracker file")
-    parser.add_argument(
-        "target",
-        metavar="DST",
-        help="directory to make; must not exist yet. Of a run: DST/iter_0001000, and the tracker",
-    )
+    parser.add_argument("target", metavar="DST", help="directory to make; of a run: DST/iter_0001000, and the tracker")
     add_options(parser, ReshardOptions)
 
 
@@ -173,12 +169,7 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
     from mcore_ckpt.reshard.options import MergeOptions
 
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
-    parser.add_argument(
-        "sources",
-        metavar="CKPT",
-        nargs="+",
-        help="directories of checkpoints of one model, oldest first, or ones with a tracker file",
-    )
+    parser.add_argument("sources", metavar="CKPT", nargs="+", help="checkpoints of one model, oldest first, or runs")
     add_options(parser, MergeOptions, "--to")
     parser.set_defaults(check_logits=False)
 
@@ -196,9 +187,7 @@ def run_merge(arguments: argparse.Namespace) -> Outcome:
 def add_import(parser: argparse.ArgumentParser) -> None:
     from mcore_ckpt.reshard.options import ImportOptions
 
-    parser.add_argument(
-        "source", metavar="SRC", help="directory of a model or of a checkpoint, one file, or one with a tracker file"
-    )
+    parser.add_argument("source", metavar="SRC", help="directory of a model, of a checkpoint or of a run, or a file")
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
     parser.add_argument(
         "--from",

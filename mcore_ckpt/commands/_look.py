@@ -359,10 +359,10 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
         "with the next: what first stands still, appears or disappears",
     )
     parser.add_argument(
-        "--rtol", type=float, default=0.0, metavar="X", help="relative difference that counts as none (default: 0)"
+        "--rtol", type=float, default=0.0, metavar="X", help="relative difference that is none (default: 0)"
     )
     parser.add_argument(
-        "--atol", type=float, default=0.0, metavar="X", help="absolute difference that counts as none (default: 0)"
+        "--atol", type=float, default=0.0, metavar="X", help="absolute difference that is none (default: 0)"
     )
     parser.add_argument("--all", action="store_true", help="list all that differ, and tensors that do not")
     add_workers(parser, "threads that read and compare")

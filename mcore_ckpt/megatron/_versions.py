@@ -58,9 +58,7 @@ def differences() -> Differences:
     """Differences of the version that is installed."""
     version = megatron_version()[:2]
     return Differences(
-        has_registry=version <= (0, 16),
-        common_state_is_an_object=version >= (0, 19),
-        all_ranks_load=version <= (0, 17),
+        has_registry=version <= (0, 16), common_state_is_an_object=version >= (0, 19), all_ranks_load=version <= (0, 17)
     )
 
 

@@ -163,10 +163,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         """
         if unknown:
             _name_unknown(f"{type(self).__name__}.save", unknown)
-        with (
-            MegatronErrors(),
-            self._begun(sharded_state_dict, checkpoint_dir, is_async=False) as transaction,
-        ):
+        with MegatronErrors(), self._begun(sharded_state_dict, checkpoint_dir, is_async=False) as transaction:
             _commit(transaction)
 
     @without_modes()

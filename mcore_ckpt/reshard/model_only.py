@@ -128,11 +128,7 @@ _Change = Callable[[Commit, _Reason], str | None]
 
 
 def _under_note(
-    storage: Storage,
-    judged: Identity | None,
-    checkpoint: RunCheckpoint,
-    run: str | os.PathLike[str],
-    change: _Change,
+    storage: Storage, judged: Identity | None, checkpoint: RunCheckpoint, run: str | os.PathLike[str], change: _Change
 ) -> str | None:
     """Change a checkpoint with a note there, which keeps saves out; or why it must stay as it is."""
     commit = Commit.begin(storage, {REMOVAL: True})

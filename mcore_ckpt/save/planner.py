@@ -51,8 +51,6 @@ from mcore_ckpt.state.torch_classes import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from mcore_ckpt.save.replicas import ReplicaCheck
 
 

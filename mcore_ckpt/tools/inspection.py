@@ -26,13 +26,7 @@ from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons
 from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import shown_id
-from mcore_ckpt.format.metadata_read import (
-    METADATA_FILE,
-    NEMO_WEIGHTS,
-    TRACKER_FILE,
-    read_config,
-    read_index,
-)
+from mcore_ckpt.format.metadata_read import METADATA_FILE, NEMO_WEIGHTS, TRACKER_FILE, read_config, read_index
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.storage.resolve import storage_at

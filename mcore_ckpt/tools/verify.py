@@ -236,10 +236,7 @@ def _verify_optimizer(report: VerifyReport, progress: bool | None) -> VerifyRepo
         compared = current_team().divide("compare the optimizer", pairs, nbytes, compare, bar.counter)
     problems = [Problem("optimizer", message, fqn=fqn) for part in compared for fqn, message in part if message]
     return replace(
-        report,
-        problems=(*report.problems, *problems),
-        read_bytes=report.read_bytes + total,
-        compared=len(pairs),
+        report, problems=(*report.problems, *problems), read_bytes=report.read_bytes + total, compared=len(pairs)
     )
 
 
@@ -385,9 +382,7 @@ def repair_checkpoint(
             damaged.check_held()  # otherwise it was another save's checkpoint that was verified
         still_wrong = {problem.file for problem in again.problems}
         return replace(
-            again,
-            repaired=tuple(name for name in repaired if name not in still_wrong),
-            unmatched=again.problems,
+            again, repaired=tuple(name for name in repaired if name not in still_wrong), unmatched=again.problems
         )
     finally:
         if damaged is not None:
