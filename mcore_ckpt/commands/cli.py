@@ -102,9 +102,7 @@ def _cell(value: object) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
-    """Columns as wide as their widest cell, with `-` for None; `right` names those that are aligned to the right. On a
-    terminal that is too narrow for them, the other cells of each row stand below its first.
-    """
+    """Columns as wide as their widest cell; a narrow terminal gets the cells of a row below its first."""
     cells = [[one_line(_cell(cell)) for cell in row] for row in rows]
     widths = [
         max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))

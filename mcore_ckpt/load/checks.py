@@ -146,9 +146,7 @@ def global_shape(index: CheckpointIndex, entry: TensorEntry) -> tuple[int, ...]:
 def part_of_chunk(
     entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...], crc: int | None, read: Callable[[int, int], Any]
 ) -> int:
-    """What a chunk of a tensor of this global shape adds; `read(first, count)` gives the bytes of so many of its
-    elements, `crc` is the stored CRC-32 of all, if any. `ChecksumError`: they were read, and do not have it.
-    """
+    """What a chunk adds to its tensor's fingerprint; `read(first, count)` gives bytes of elements, `crc`: as stored."""
     stretch = Stretch.of_chunk(entry.shape, chunk.offsets, chunk.sizes, element_bytes(entry.dtype), shape)
     if not stretch.elems:
         return 0
@@ -215,9 +213,7 @@ def checks_of(index: CheckpointIndex) -> list[ItemCheck]:
 
 
 def check_data_files(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> None:
-    """Compare these data files with the index: their footers and tables, and the CRC-32 of each record. Raises
-    `CorruptCheckpointError` that tells what is wrong first, or `LoadError`.
-    """
+    """Compare footers, tables and records of data files with the index; raises `LoadError` for what is wrong first."""
     files = set(names)
     for name in sorted(files):
         with storage.open_reader(name) as reader:

@@ -117,9 +117,7 @@ class ReadPolicy:
         return gap_bytes <= self.cheap_gap_bytes or wasted_bytes + gap_bytes <= MAX_WASTE * wanted_bytes
 
     def is_packed(self, item_bytes: int, needed_bytes: int, *, has_sum: bool) -> bool:
-        """Whether an item is read with its neighbours, head and tail included. `has_sum`: all of it is checked then, a
-        single block or less.
-        """
+        """Whether an item is read with its neighbours, head and tail included. `has_sum`: all of it is checked then."""
         if item_bytes > self.max_small_bytes:
             return False
         return has_sum or item_bytes <= CHEAP_GAP_BYTES or needed_bytes >= _MOSTLY * item_bytes
@@ -129,9 +127,7 @@ class ReadPolicy:
         return read_bytes >= _MOSTLY * payload_bytes and read_bytes > box_bytes
 
     def checks_slice(self, part_bytes: int, needed_bytes: int) -> bool:
-        """Whether a slice is read with what lies between its rows, to be checked. Columns of a wide matrix take a read
-        of all of it, which is too much for a check.
-        """
+        """Whether a slice is read with what lies between its rows, to be checked: not columns of a wide matrix."""
         return part_bytes <= (1 + MAX_WASTE) * needed_bytes + BLOCK_BYTES
 
     def is_shared(self, times_wanted: int, *, has_gaps: bool) -> bool:
@@ -192,9 +188,7 @@ class ChunkPart(NamedTuple):
 
 
 def coalesce(extents: Iterable[Extent], policy: ReadPolicy) -> Iterator[Span]:
-    """Join neighbouring extents, in order of file and start, into spans of at most a window unless one extent is
-    longer. Overlapping extents share a span; gaps that are worth it are read and thrown away.
-    """
+    """Join extents, in order of file and start, into spans of a window at most; gaps worth it are read, too."""
     window_bytes, cheap_gap_bytes = policy.window_bytes, policy.cheap_gap_bytes
     file, start, stop = "", 0, 0
     wanted_bytes = wasted_bytes = 0

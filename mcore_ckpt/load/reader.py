@@ -212,9 +212,7 @@ class CheckpointReader:
 
     @without_modes()
     def read_objects(self, fqns: Iterable[str], version: Callable[[str, bytes], bytes] | None = None) -> dict[str, Any]:
-        """Stored objects by key; those that lie together are read together. Raises as `read_object`. `version`: makes
-        of key and record of each what is unpickled.
-        """
+        """Stored objects by key. Raises as `read_object`. `version`: makes of key and record what is unpickled."""
         keys = list(dict.fromkeys(fqns))
         loaded = {
             entry.fqn: self._unpickled(entry.fqn, content if version is None else version(entry.fqn, content))
@@ -248,9 +246,7 @@ _MAX_CELLS_OF_A_CHUNK = 16384
 
 
 def destination(shard: Any) -> torch.Tensor:
-    """The memory that a `ShardedTensor` is loaded into, detached: its own, or new on the CPU. Zeros where the stored
-    tensor may be smaller than the requested one.
-    """
+    """The detached memory that a `ShardedTensor` is loaded into; zeros where the stored tensor may be smaller."""
     if shard.data is None:
         shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
     elif shard.allow_shape_mismatch:
@@ -261,9 +257,7 @@ def destination(shard: Any) -> torch.Tensor:
 
 @collector_paused()
 def read_shards(reader: CheckpointReader, shards: Iterable[Any]) -> None:
-    """Fill the data of Megatron's `ShardedTensor`s, flattened or not, of any layout; those without data get some on the
-    CPU. Raises as `CheckpointReader.read_items`.
-    """
+    """Fill Megatron's `ShardedTensor`s, flattened or not, of any layout; those without data get some on the CPU."""
     with reader.conversions.of_one_load():
         if (parameters := reader.parameters) is not None:
             shards = list(shards)
@@ -279,9 +273,7 @@ _request_of = operator.attrgetter("key", "data", "global_offset", "local_shape",
 
 
 def _requests(reader: CheckpointReader, shards: Iterable[Any]) -> tuple[list[ReadRequest], list[ReadRequest]]:
-    """What is read of some shards as they are; and what is stored flattened in other stretches, as slices of the
-    parameter, of its own shape.
-    """
+    """What is read of shards as they are; and what is stored in other flat stretches, as slices of the parameter."""
     index = reader.index
     direct: list[ReadRequest] = []
     spread: list[ReadRequest] = []

@@ -173,9 +173,7 @@ def memory_at(address: int, length: int) -> memoryview:
 
 
 class ReadBuffer:
-    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped. Pinned, it is
-    copied to a device fast. It has its bytes as a `view`, and as a flat `tensor` for copying out of.
-    """
+    """Page-aligned host memory for spans, used again and again; pinned, it is copied to a device fast."""
 
     __slots__ = ("address", "size_bytes", "tensor", "view")
 
@@ -210,9 +208,7 @@ def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
 
 
 def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
-    """The alignment at which `place_box` can use bytes in memory as they are. Whole rows are copied as bytes; single
-    elements, and those that are converted, have to be aligned as such.
-    """
+    """The alignment that `place_box` needs of bytes in memory: whole rows are copied as bytes, elements as such."""
     if tensor.dim() and tensor.stride(-1) == 1 and _takes_bits(tensor, stored_dtype):
         return 1
     return stored_dtype.itemsize
@@ -226,9 +222,7 @@ def place_box(
     stored_dtype: torch.dtype,
     want: Want,
 ) -> None:
-    """Copy what a destination requests of `read_box`, relative to the chunk, in elements. Its bytes lie at `at` of a
-    buffer, from the first to the last element, gaps included.
-    """
+    """Copy what is requested of `read_box` (relative to the chunk), whose bytes lie at `at` of a buffer, with gaps."""
     overlap = intersect(read_box, want.box)
     if overlap is None:
         return
@@ -276,9 +270,7 @@ class ItemRead(NamedTuple):
         return Extent(item.file, item.offset, item.offset + item.length, item.length, self)
 
     def place(self, buffer: ReadBuffer, at: int, forms: Forms) -> int:
-        """Check the item, which lies at `at` of a buffer, and copy what is requested of it; returns how many records
-        were checked. `NotRangeable`: it has to be decoded completely.
-        """
+        """Check the item at `at` of a buffer, and copy what is requested of it; how many records were checked."""
         wanted = self.wanted
         view = buffer.view[at : at + wanted.item.length]
         try:
@@ -326,9 +318,7 @@ class PartRead(NamedTuple):
         return stream.finish()
 
     def place(self, buffer: ReadBuffer, at: int, forms: Forms) -> int:
-        """Check the part, which lies at `at` of a buffer, and copy it to where it belongs; returns how many records
-        were checked.
-        """
+        """Check the part at `at` of a buffer, and copy it to where it belongs; how many records were checked."""
         length, checked = self.part.stop - self.part.start, 0
         if self.sums is not None or self.address:
             stream = PartSum(self.sums, self.part.start)
@@ -346,9 +336,7 @@ class PartRead(NamedTuple):
 
 
 class PayloadReads:
-    """Plans the reads of one item that is not read with its neighbours. Its payload begins at `start` of the file, with
-    that CRC-32. `running`: cumulative sums of payloads, by file and offset of the item (`CheckpointIndex.blocks`).
-    """
+    """Plans the reads of one large item, whose payload begins at `start`. `running`: as `CheckpointIndex.blocks`."""
 
     def __init__(
         self,
@@ -392,9 +380,7 @@ class PayloadReads:
         return PayloadSums(wanted.payload_bytes, crc, running, error)
 
     def _straight(self, sums: PayloadSums | None) -> Iterator[Extent]:
-        """The parts of a payload all of which goes to one address as it is: byte ranges of about one length, of whose
-        slice only the beginning counts.
-        """
+        """The byte ranges, of about one length, of a payload all of which goes to one address as it is."""
         wanted, nbytes, box = self._wanted, self._wanted.payload_bytes, Box((0,) * len(self._sizes), self._sizes)
         length = align_up(-(-nbytes // -(-nbytes // self._policy.window_bytes)))
         for begin in range(0, nbytes, length):
@@ -451,9 +437,7 @@ _memmove.restype = None
 
 
 def scatter(read: SmallRead, reader: RangeReader, buffer: ReadBuffer) -> bool:
-    """Have payloads put where they belong, and the frames around them into a buffer, which has room for the read. False
-    if the reader cannot do that, or one of the chunks is not just what is expected.
-    """
+    """Have payloads put where they belong, frames around them into a buffer; False if that fails, or they differ."""
     rows = read.rows
     count, addresses = len(rows), rows["address"]
     frames = rows["frame"] - rows["frame"][0]
@@ -479,9 +463,7 @@ def scatter(read: SmallRead, reader: RangeReader, buffer: ReadBuffer) -> bool:
 
 
 def place(read: SmallRead, view: memoryview, address: int, shift: int) -> bool:
-    """Check chunks in memory, and copy their payloads to where they belong; their file would begin at `shift`. False if
-    one of them is not as expected; then nothing has been copied.
-    """
+    """Check chunks in memory, whose file would begin at `shift`, and copy their payloads; False, if one differs."""
     rows = read.rows
     heads = rows["start"] + shift
     payloads = heads + rows["head"]
@@ -523,9 +505,7 @@ _Stream = list[Span | SmallRead]
 
 
 class TensorReads:
-    """Carries out one plan. `located` is kept as long as a reader's checkpoint; `ranks`: of this host, as
-    `LoadPlan.times_wanted` takes them.
-    """
+    """Carries out one plan. `ranks`: of this host, as `LoadPlan.times_wanted` takes them."""
 
     def __init__(
         self,
@@ -622,9 +602,7 @@ class TensorReads:
         self._unranged[wanted.key] = wanted, reason
 
     def _streams(self, spans: Iterable[Span | SmallRead], files: Iterable[str]) -> Iterator[_Stream | str]:
-        """The spans, grouped by the stream in which one thread should read them in order. Between them come names of
-        later files, if any are to be opened ahead: where opening one takes a request, nobody waits for it then.
-        """
+        """Spans by the stream that one thread reads in order; between them names of later files, to be opened ahead."""
         ahead = self._files.open_ahead
         later = iter(files if ahead else ())
         yield from islice(later, ahead)
@@ -710,9 +688,7 @@ class TensorReads:
             self._place([ItemRead(wanted).extent() for wanted in span.wanted()], buffer, shift)
 
     def _read_padded(self, reader: RangeReader, span: Span | SmallRead, alignment: int = 1) -> tuple[ReadBuffer, int]:
-        """Read a span, and the pages around it, into a buffer. Returns that, and where the file would begin in it; the
-        span begins on a multiple of `alignment` there.
-        """
+        """Read a span and the pages around it; the buffer, and where the file would begin in it, so aligned."""
         start, stop = padded_range(span.start, span.stop, reader.size_bytes)
         skew = -(span.start - start) % alignment
         skew += _FAR_SKEW if skew else 0

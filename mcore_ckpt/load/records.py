@@ -75,9 +75,7 @@ def naming(where: Callable[[], str], remedy: Callable[[], str] = lambda: "") -> 
 
 
 class NearestFiles:
-    """Opens data files of one checkpoint: files of `near`, where they exist, else those of `far`. The index is of
-    `home`, one of the two: files without the id of a save in their names, as Megatron-Core's, are read there alone.
-    """
+    """Opens data files in `near`, or else in `far`; files that name no save in `home`, where the index is."""
 
     def __init__(self, near: Storage, far: Storage, home: Storage, index: Callable[[], CheckpointIndex]) -> None:
         self._near = near
@@ -154,9 +152,8 @@ class ReadStats:
 
 
 class OpenFiles:
-    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use. The footer of
-    each file is compared with `index` when it is opened, if it is not among those `checked` before; None: what is read
-    of them is checked elsewhere. `open_ahead`, `reads_at_once`: as of the storage; `policy`: how they are read.
+    """Readers of a checkpoint's files, opened on first use. Each footer is compared with `index`, unless the file is
+    among `checked`; without an index, what is read is checked elsewhere.
     """
 
     def __init__(
@@ -180,9 +177,8 @@ class OpenFiles:
 
     @contextmanager
     def reader(self, name: str, *, keeps: bool = False) -> Iterator[RangeReader]:
-        """The reader of a file; several threads get the same one, but where each reads a stream. Raises as
-        `Storage.open_reader`. `keeps`: what is read stays in the page cache, for the other ranks of this host, if the
-        options leave that open.
+        """The reader of a file, for several threads, but where each reads a stream. `keeps`: what is read stays in the
+        page cache, for the other ranks of this host, if the options leave that open.
         """
         policy = self.policy
         key = name, policy.modes[keeps], threading.get_ident() if policy.stream_bytes(shared=keeps) else 0
@@ -364,9 +360,7 @@ def check_located(
 
 
 def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
-    """Raise `CorruptCheckpointError` if an item is to hold many times more elements than it has bytes: they would fill
-    the memory.
-    """
+    """Raise `CorruptCheckpointError` if an item's elements would fill memory: many times more than it has bytes."""
     if nbytes > (_MAX_ZSTD_INFLATION if item.is_compressed else MAX_INFLATION) * item.length:
         raise CorruptCheckpointError(
             f"{where}: {nbytes} bytes of elements cannot lie in {item.length} bytes: the index is damaged, or the item "
@@ -420,9 +414,7 @@ class PayloadSums:
         return min((position // self._block_bytes + 1) * self._block_bytes, self._payload_bytes)
 
     def note(self, start: int, stop: int, value: int) -> bool:
-        """Bytes `[start, stop)` of one block have that sum; compared, and raised, as soon as all of the block is known.
-        Whether all of the payload was compared at once.
-        """
+        """Note the sum of bytes of one block, and compare a complete block; whether that was all of the payload."""
         block = start // self._block_bytes
         first, last = block * self._block_bytes, self.end_of_block(start)
         if (start, stop) != (first, last):
@@ -486,9 +478,7 @@ def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumEr
 def check_records(
     read: Callable[[int, int], bytes], sum_up: Callable[[int, int], int], item_bytes: int, where: str
 ) -> int:
-    """Compare the CRC-32 of every record of an item; returns how many (none of an item without checksums). `read`
-    returns bytes of the item, for headers; `sum_up` the CRC-32 of bytes.
-    """
+    """Compare the CRC-32 of each record of an item; how many have one. `sum_up`: the CRC-32 of some of its bytes."""
     checked = 0
     for name, offset, nbytes, expected in verify_records(read, item_bytes, where):
         if expected is None:

@@ -195,9 +195,7 @@ class ReadRequest(NamedTuple):
 
 
 def tensor_entry(fqn: str, index: CheckpointIndex) -> TensorEntry:
-    """The index entry of a tensor. `MissingKeyError`: there is nothing under that key. `KindMismatchError`: it is an
-    object.
-    """
+    """The index entry of a tensor; raises `MissingKeyError` or `KindMismatchError`."""
     entry = index.tensors.get(fqn)
     if entry is not None:
         return entry
@@ -327,9 +325,7 @@ class WantedItem:
         check_located(located, *self.expected, self.payload_bytes, self.item.crc32)
 
     def own_start(self) -> int | None:
-        """Where the payload begins in its file if this package wrote the item; None if the index does not tell. It
-        tells the CRC-32 of each payload in a checkpoint with a manifest, with which its files are compared.
-        """
+        """Where the payload begins in its file, if this package wrote the item; None if the index does not tell."""
         item = self.chunk.item
         if item.crc32 is None:
             return None
@@ -415,9 +411,7 @@ _FOUR = np.arange(4)
 
 
 class SmallChunks:
-    """Collects items all of which is requested, if `policy` takes them for small; where there is a manifest, with a
-    checksum for each. Keeps the destinations alive. Lists of plain numbers: there are ten thousands of chunks.
-    """
+    """Collects small items that are requested as they are, in lists of plain numbers: there are ten thousands."""
 
     def __init__(self, index: CheckpointIndex, policy: ReadPolicy) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -435,9 +429,7 @@ class SmallChunks:
         self._lookups: dict[int, ChunkLookup[_NumberedBox]] = {}  # by form, too
 
     def take(self, requests: Iterable[ReadRequest]) -> list[ReadRequest]:
-        """Add a request for a small item that can be copied to its destination as it is. Returns all other requests,
-        which may be wrong, or merely unusual.
-        """
+        """Take requests for small items that are copied as they are; returns the others, wrong or merely unusual."""
         packed = self._packed
         if packed is None:
             return list(requests)
@@ -588,9 +580,7 @@ class SmallRead(NamedTuple):
 
 
 class LoadPlan:
-    """What one load reads, and where it goes: `small` chunks that are copied as they are, and all other
-    `items`, by file, offset and key.
-    """
+    """What one load reads, and where it goes: `small` chunks, and other `items` by file, offset and key."""
 
     def __init__(self, index: CheckpointIndex, conversions: DtypeConversions, policy: ReadPolicy) -> None:
         self.small = SmallChunks(index, policy)
@@ -641,9 +631,7 @@ class LoadPlan:
         return {fqn: ranks * wanted // there for fqn, (wanted, there) in self._elems.items()}
 
     def turns(self) -> list[LoadPlan]:
-        """This plan; or several to be carried out one after the other, if destinations share memory: others come one by
-        one, after all the rest, and the last request stays.
-        """
+        """This plan; or several, if destinations share memory: these come one by one, the last request last."""
         ranges = [found for tensor in self._tensors if (found := memory_of(tensor)) is not None]
         memory = np.append(np.array(ranges, dtype=np.int64).reshape(-1, 2).T, self.small.memory(), axis=1)
         starts, stops = memory[:, np.argsort(memory[0])]

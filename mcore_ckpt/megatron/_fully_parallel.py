@@ -49,9 +49,7 @@ class _Agreed:
 
 
 def _served_group(wrapper: Any) -> Callable[[], RankGroup] | None:
-    """The ranks over which a wrapper distributes a save in the way of this package; None if it does so in another way.
-    To be called by all of them.
-    """
+    """The ranks over which a wrapper distributes a save in this package's way; None: in another way. Collective."""
     of_base = getattr(wrapper.base_strategy, "options", None)
     if not isinstance(of_base, SaveOptions):
         return None

@@ -151,9 +151,7 @@ def _dotted(owner: Any, name: str) -> str:
 
 
 def _globals_holding(ids: Collection[int]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Globals of other packages' modules that are objects of these ids, with the objects. Looks into dictionaries only,
-    so nothing lazy is loaded.
-    """
+    """Globals of other packages' modules that are objects of these ids; in dictionaries only: nothing lazy loads."""
     module: Any  # anything can be put into sys.modules
     for module in list(sys.modules.values()) if ids else ():
         if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "mcore_ckpt":
@@ -171,9 +169,7 @@ patches = Patches()
 
 
 def megatron_module(name: str = "") -> ModuleType:
-    """Import `megatron.core.dist_checkpointing` or, by dotted name, one of its modules. `UnsupportedMegatronError`:
-    there is none.
-    """
+    """Import `megatron.core.dist_checkpointing`, or one of its modules; raises `UnsupportedMegatronError`."""
     full_name = f"{CHECKPOINTING}.{name}" if name else CHECKPOINTING
     try:
         return import_module(full_name)
@@ -240,9 +236,7 @@ def mapping() -> Any:
 
 
 def sharded_tensor_of(key: str, original_shape: tuple[int, ...] | None, stored: Any) -> Any:
-    """A `ShardedTensor` without data that describes a stored tensor on the meta device. `original_shape`: that of the
-    parameter, where it is stored flattened.
-    """
+    """A `ShardedTensor` without data for a stored tensor; `original_shape`: the parameter's, if that is flattened."""
     cls = mapping().ShardedTensor
     if original_shape is None:
         return cls.from_rank_offsets(key, stored).without_data()
@@ -265,9 +259,7 @@ def quantized_test() -> Callable[[Any], bool] | None:
 
 
 def parallel_layout() -> str:
-    """Size of the job and of its parallel groups, and how far apart their ranks are: where these are the same, a rank
-    holds what that of its number did.
-    """
+    """Sizes of the job and its groups, and how far apart ranks are: where alike, a rank holds what its number did."""
     groups: Any = sys.modules.get("megatron.core.parallel_state")
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     sizes: list[tuple[str, Any]] = [("world", world)]
@@ -362,9 +354,7 @@ def is_first_rank() -> bool:
 
 
 def as_megatron_error(error: Exception) -> Exception:
-    """Make the error an instance of Megatron's `CheckpointingException` and DCP's `CheckpointException`, too. It stays
-    what it was, and pickles.
-    """
+    """Make the error one of Megatron's and DCP's classes, too. It stays what it was, and pickles."""
     own: Any = type(error)
     if not isinstance(error, theirs := _checkpointing_exception()):
         error.__class__ = _in_all_trees(own, theirs)

@@ -185,9 +185,7 @@ _in_progress: ContextVar[MegatronSave | MegatronLoad | MegatronResume | None] = 
 
 @contextmanager
 def in_progress(call: _Call) -> Iterator[_Call]:
-    """Within the block this is the call that Megatron makes. What a rank raises in a save or load, it tells the others,
-    as far as they can still be told.
-    """
+    """Within the block this is Megatron's call. What a rank raises in a save or load, it tells the others."""
     token = _in_progress.set(call)
     try:
         yield call
@@ -309,9 +307,7 @@ _logger = logger_of(f"{CHECKPOINTING}.validation")
 
 @contextmanager
 def one_save(strategy: Any, strategy_class: type) -> Iterator[MegatronSave]:
-    """A call of Megatron's `save` with that strategy: what it asks to be validated is noted for the strategy. What this
-    rank raises before the first exchange, all ranks raise.
-    """
+    """A call of Megatron's `save`: what it asks to be validated is noted; early errors reach all ranks."""
     meets_in, strategy = _first_group(strategy), unwrapped(strategy)
     is_validated = strategy is None or type(strategy) is strategy_class
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
@@ -335,9 +331,7 @@ def _first_group(strategy: Any) -> Callable[[], RankGroup] | None:
 
 
 def noted_validation() -> Validation | None:
-    """What the save in progress has to validate, for the exchange that comes next; None if nothing, or if Megatron has
-    done so.
-    """
+    """What the save in progress has to validate in the exchange that comes next; None if nothing, or Megatron has."""
     call = current_save()
     if call is None or not call.is_validated:
         return None

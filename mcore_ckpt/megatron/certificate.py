@@ -155,9 +155,7 @@ _Residue = tuple[int, int, int]
 
 
 class _Found(NamedTuple):
-    """Findings of one rank or several: how often each, and for tensors and replicas of one name the sum of their terms
-    to, where that is not `_ONCE_AS_STORED`.
-    """
+    """Findings of one rank or several; `residues`: sums of terms, by tensor or replica, but `_ONCE_AS_STORED`."""
 
     counts: Counter[str]
     differences: tuple[Difference, ...] = ()
@@ -506,9 +504,7 @@ def _bits(flags: Iterable[int]) -> int:
 
 
 def crc_of_shard(shard: Any) -> tuple[int, bool]:
-    """What a replica adds (by XOR) to the CRC-32 of its tensor, and whether it has the tensor's first element. Raises
-    `PlanError` if it has other data than it says.
-    """
+    """What a replica adds (by XOR) to its tensor's CRC-32, and whether it has the first element; raises `PlanError`."""
     key, data, sizes = shard.key, shard.data, local_box(shard)
     shape, offsets = tuple(map(int, shard.global_shape)), tuple(map(int, shard.global_offset))
     flattened = getattr(shard, "flattened_range", None)

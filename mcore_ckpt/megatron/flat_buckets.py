@@ -36,9 +36,7 @@ _strides_of_alike = functools.lru_cache(strides_of)  # many parameters have few 
 
 
 def change_optimizer() -> None:
-    """Let saves of flat buckets store what lies where in them, and loads ask for a rank's own ranges alone; the
-    optimizer's module has been imported.
-    """
+    """Let saves of flat buckets store what lies where in them, and loads ask for a rank's own ranges alone."""
     optimizer = getattr(sys.modules[OPTIMIZER], "DistributedOptimizer", None)
     for name, replacement in _REPLACEMENTS.items():
         if name in getattr(optimizer, "__dict__", ()) and f"{OPTIMIZER}.DistributedOptimizer.{name}" not in (
@@ -145,9 +143,7 @@ class JobBuckets:
 
     @collector_paused()
     def table(self) -> bytes | None:
-        """Which elements are which parameters', made again if the model's state dict has other keys; None, and a
-        warning, where that cannot be told.
-        """
+        """Which elements are which parameters', made again if the model has other keys; None, warned of: unknown."""
         known = self._known.get(self.optimizer)
         keys: list[str] | None = None
         try:

@@ -362,9 +362,7 @@ def served(stock: Any) -> Any:
 
 
 def async_strategy_source(stock: Any) -> Any:
-    """A `get_async_strategy` (0.17 on) that serves `"nvrx"` with or without nvidia-resiliency-ext. The queue is always
-    ours; so is the writer, unless NVRx brings one.
-    """
+    """A `get_async_strategy` (0.17 on) that serves `nvrx` without NVRx, too. The queue is always ours."""
 
     @functools.wraps(stock)
     def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
@@ -394,9 +392,7 @@ _SKYRL: Final = "skyrl.backends.skyrl_train.distributed.megatron.megatron_strate
 
 
 def change_when_imported() -> None:
-    """Let loads end with a certificate, and the distributed optimizer say what lies where in its buckets: now, or when
-    their modules have been imported.
-    """
+    """Let loads end with a certificate, and buckets say what lies in them: now, or when their modules are imported."""
     _change_modules()
     if _AfterImport not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport)

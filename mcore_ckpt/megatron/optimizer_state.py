@@ -89,9 +89,7 @@ def load_sharded_optimizer_state(
 def _load_megatron(
     sharded: Any, checkpoint: str | os.PathLike[str], optimizer_key: str, options: LoadOptions | None
 ) -> dict[str, Any]:
-    """By Megatron's `load`, which applies factories and local objects. Ranks may ask for anything, so there is no check
-    that one rank alone loads each shard.
-    """
+    """By Megatron's `load`, which applies factories. Ranks may ask for anything: access integrity is not validated."""
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
     strategy = TorchDistLoadStrategy(options=options)

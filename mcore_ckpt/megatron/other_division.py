@@ -87,9 +87,7 @@ def has_flat_state(state: Any) -> bool:
 
 
 class _Compared(NamedTuple):
-    """Comparison by one rank or several: whether buckets differ from the stored ones, and the groups of ranks that the
-    job has. A group without a table is not compared.
-    """
+    """Comparison by one rank or several: whether buckets differ from the stored ones, and the job's groups of ranks."""
 
     differs: bool
     groups: frozenset[str] = frozenset()
@@ -100,9 +98,8 @@ class _Compared(NamedTuple):
 
 
 def under_this_division(state: Any, call: MegatronLoad) -> Any:
-    """Within a load, the sharded state dict as it is asked for of that checkpoint; all ranks that load together call
-    this. What is damaged of a table is raised on all of them, before anything is filled. The call gets what the load
-    needs for it.
+    """Within a load of all ranks, the sharded state dict as it is asked for of that checkpoint. What is damaged of a
+    table is raised on all of them, before anything is filled.
     """
     group = call.group or RankGroup(None)
 
@@ -154,9 +151,7 @@ def _compared(reader: CheckpointReader, state: Any, *, is_alone: bool) -> _Compa
 
 
 def with_own_ranges(state: Any) -> Any:
-    """A sharded state dict with this rank's ranges of parameters in the place of its flat buckets, and the settings of
-    each optimizer, which are sharded with buckets, as what all ranks have alike.
-    """
+    """A state dict with this rank's ranges of parameters for its flat buckets, and settings that are not sharded."""
     parts = _parts(state)
     changed: dict[int | None, Any] = {}
     for number, part in parts.items():
@@ -425,10 +420,7 @@ class BucketReads:
         return None if match is None or parameter is None else (match["state"], parameter)
 
     def check(self, shards: Iterable[Any]) -> None:
-        """Raise unless all that these `ShardedTensor`s ask for is in the buckets, once: `MissingKeyError`: a parameter,
-        layers of it or a state are not. `ShapeMismatchError`: a parameter of another shape is.
-        `CorruptCheckpointError`: stored slices overlap.
-        """
+        """Raise `LoadError` unless all that these `ShardedTensor`s ask for is in the buckets, in its shape, once."""
         for shard in shards:
             found = self._found(shard.key)
             if found is not None:

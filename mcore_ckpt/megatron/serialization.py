@@ -97,9 +97,7 @@ _saving: dict[str, object] = {}
 
 
 def around_save(strategy_class: type, stock: Any) -> Any:
-    """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first: the
-    common state before the sharded part, `metadata.json` behind it.
-    """
+    """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first."""
 
     @functools.wraps(stock)
     @without_modes()
@@ -146,9 +144,8 @@ def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @without_modes()
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write the common state of the save that follows, and lock the directory for it; every rank calls this. The first
-    writes, when all have come. Next to an older checkpoint it waits under a name of its own until the new one is
-    published.
+    """Write the common state of the save that follows, and lock the directory for it; every rank calls this. Next to an
+    older checkpoint it waits under a name of its own.
     """
 
     def write(_: None) -> None:
@@ -165,9 +162,7 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
 
 
 def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write `metadata.json` when the checkpoint has been published; the first rank calls it. It replaces an older one
-    by a rename, if it says something else, and not where another save has published since (`write_config`).
-    """
+    """Write `metadata.json` of a published checkpoint, by a rename; not where another save has published since."""
     call, storage = current_save(), storage_at(checkpoint_dir)
     try:
         written = write_config(storage, json.dumps(asdict(config)).encode())
@@ -200,9 +195,7 @@ def _tell_late_error(call: MegatronSave) -> None:
 
 @without_modes()
 def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
-    """The common state of a checkpoint, tensors on the CPU; of the new one, where it is replaced meanwhile. A class
-    outside the allow-list, damage, and what does not belong to `.metadata` are refused.
-    """
+    """The common state, tensors on the CPU. Damage, classes not allowed, and that of another save are refused."""
     options = LoadOptions.from_environment() if options is None else options
     directory = checkpoint_path(checkpoint_dir)
     for attempts_left in reversed(range(_READ_AGAIN)):
@@ -269,9 +262,7 @@ def _without_leaked_state(common: Any) -> Any:
 
 
 def _index_decides(pickled: bytes, names: list[str]) -> bool:
-    """Whether the index has to be decoded, which takes seconds for many ranks, to know where the common state is. Most
-    have only `common.pt`; that it names no `common_state` shows in its bytes.
-    """
+    """Whether the index, which takes seconds to decode, has to tell where the common state is; its bytes mostly do."""
     if COMMON_FILE not in names:
         return True
     if any(name.startswith(COMMON_FILE) and name.endswith(_PENDING_SUFFIX) for name in names):
@@ -389,9 +380,7 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
 
 
 def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -> Path:
-    """The directory that one rank reads, alone, in the place of the named one; the same, if that is complete.
-    `CorruptCheckpointError`: it is damaged, and the run has no older checkpoint that is complete.
-    """
+    """The directory that one rank reads in the place of the named one. `CorruptCheckpointError`: none is complete."""
     named = checkpoint_path(checkpoint_dir)
     options = LoadOptions.from_environment() if options is None else options
     if options.on_damaged == "raise" or current_load() is not None or not patches.replaced():
@@ -430,9 +419,7 @@ def load_common_state_dict(checkpoint_dir: Any) -> Any:
 
 
 def config_in_place(stock: Any) -> Any:
-    """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint. The file is read here: Megatron
-    would wait for ever for one that is a pipe.
-    """
+    """Megatron's `maybe_load_config`, but the file is read here: Megatron would wait for ever for a pipe."""
 
     @functools.wraps(stock)
     def maybe_load_config(checkpoint_dir: Any) -> Any:
@@ -507,9 +494,8 @@ def _problem(directory: Path, options: LoadOptions) -> str | None:
 
 
 def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
-    """The newest checkpoint of the same run that is older than `damaged`, and whole as far as its structure tells, with
-    all tensors of that one, in the same shapes: what was read of them already would stay. `CorruptCheckpointError`:
-    there is none.
+    """The newest older checkpoint of the run that looks whole, with all tensors of `damaged` in the same shapes: what
+    was read already would stay. `CorruptCheckpointError`: there is none.
     """
     from mcore_ckpt.directory.iterations import iteration_directories, look_at
 
@@ -552,9 +538,8 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def with_own_files(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Megatron's `save_integrity_manifest`, from 0.17 on (`--verify-integrity`): `integrity.json` with the SHA-256 of
-    each file that belongs to the checkpoint. Megatron's own function sums up whatever lies there, and later loads fail
-    where some of that has changed or gone; a checkpoint of another format is left to it.
+    """Megatron's `save_integrity_manifest` (0.17 on): `integrity.json` of the files that belong to the checkpoint. Its
+    own sums up whatever lies there, and later loads fail where that has changed.
     """
 
     @functools.wraps(stock)

@@ -205,9 +205,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
 
 
 def async_request_class() -> Any:
-    """The `AsyncRequest` named tuple that training code extends with finalize callbacks: Megatron's, from 0.20 on that
-    of nvidia-resiliency-ext, or ours where there is neither.
-    """
+    """The `AsyncRequest` that training code extends with callbacks: Megatron's, from 0.20 on NVRx's, or else ours."""
     module: Any = optional_module("strategies.async_utils") or nvrx_core()
     return AsyncRequest if module is None else module.AsyncRequest
 
@@ -333,9 +331,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _one_save(self, path: Path) -> Iterator[CheckpointReader]:
-        """A reader of the checkpoint in that directory. Raises at the end if it was replaced meanwhile, and that shows
-        in what was read, or if the common state was read of another save.
-        """
+        """A reader of the checkpoint in that directory; raises at the end if that was, or may have been, replaced."""
         storage = storage_at(path)
         with contextlib.ExitStack() as load:
             begin = partial(load.enter_context, storage.in_use(METADATA_FILE))

@@ -216,9 +216,7 @@ def _selection(value: Any) -> Any:
 
 
 def contradictions(stored: Mapping[str, Any], family: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Stored arguments that change what is computed, where the family (`Family.arguments`) computes something else:
-    name, what is stored, and what the family has. One that is absent, or None without a meaning, is not compared.
-    """
+    """Stored arguments with which something else is computed than the family's: name, what is stored, what it has."""
     ours, theirs = _meaning(stored), _meaning(family)
     found = []
     for name, value in ours.items():
@@ -346,9 +344,7 @@ def as_built(arguments: Mapping[str, Any], *, forwarded: bool = False) -> dict[s
 def compare_settings(
     family: Family, config: Mapping[str, Any], arguments: Mapping[str, Any], where: str, *, given: bool
 ) -> tuple[str, ...]:
-    """Compare stored arguments with the model that `config.json` (`config`, from `where`) describes; what is to be said
-    of harmless differences. Raises `OptionError` where the two compute something else.
-    """
+    """Compare stored arguments with a `config.json`, from `where`; notes, or `OptionError` for another model."""
     if not arguments:
         return family.remarks(family.complete(config))
     found = contradictions(arguments, family.arguments(config))

@@ -140,9 +140,7 @@ def predicting(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def as_loaded(rows: tuple[Row, ...], block: str = "mlp") -> tuple[Row, ...]:
-    """The rows of a model with gated experts as `transformers` 5 has it in memory: one tensor for all of a layer.
-    `block` is what the files call the module that is called `mlp` in memory.
-    """
+    """The rows of a model with gated experts as `transformers` 5 holds it; `block`: what files call its `mlp`."""
     return (
         *(
             replace(one, parts=tuple(replace(part, key=part.key.replace(f".{block}.", ".mlp.")) for part in one.parts))

@@ -491,9 +491,7 @@ _GATES = "swiglu quick_geglu gated_linear_unit squared_relu".split()
 
 
 def traits_of(arguments: Mapping[str, Any]) -> set[str]:
-    """What tells families apart in Megatron's arguments; of experts also what rates them, unless that is softmax as
-    without latent attention.
-    """
+    """Words in Megatron's arguments by which families differ; how experts are rated, unless by the usual softmax."""
     values = {name: arguments.get(name) for name in _TRAITS}
     found = {name for name, value in values.items() if (any(value) if isinstance(value, list) else value)}
     found |= {str(arguments.get("normalization")), next((name for name in _GATES if arguments.get(name)), "plain")}

@@ -79,9 +79,7 @@ _INSIDE = re.compile(r'"saved_offsets":[^]]*[1-9]')
 
 
 class WeightIndex(NamedTuple):
-    """What an index of files says: which has each key, and if this package has written it, the CRC-32 of each header by
-    file, and of each tensor by key.
-    """
+    """What an index of files says: the file of each key; CRC-32s of headers and tensors, if ours wrote it."""
 
     files: Mapping[str, str]
     headers: Mapping[str, int]
@@ -92,9 +90,8 @@ NO_INDEX: Final = WeightIndex({}, {}, {})
 
 
 def read_safetensors(directory: Path, name: str, listed: WeightIndex = NO_INDEX) -> dict[str, FileRange]:
-    """The tensors of one file, by name; each number is checked against the file. `CorruptCheckpointError` unless each
-    name is there once, and the tensors follow one another without holes or overlaps; `ChecksumError` unless the header
-    is as it was `listed`; `OptionError` for slices of some.
+    """The tensors of one file, by name. `CorruptCheckpointError`: names, offsets or lengths cannot be; `ChecksumError`:
+    the header is not as `listed`; `OptionError`: it holds slices of tensors.
     """
     path = directory / name
     with storage_at(directory, follow_links=True).open_reader(name) as reader:
@@ -225,9 +222,7 @@ def file_range(file: str, tensor: FileTensor, state: StateFile, *, strided: bool
 
 
 def read_torch_file(storage: Storage, file: str) -> tuple[dict[str, FileRange], list[str]]:
-    """The tensors of a torch file by key (nested dicts joined by dots), and the keys of what is none. Raises
-    `UnsafePickleError` where it holds more than tensors and plain values.
-    """
+    """The tensors of a torch file by key (nested dicts joined by dots), and keys of other plain values."""
     path, size_bytes = storage.path(file), storage.size(file)
     state = read_state(storage, file)
     tensors: dict[str, FileRange] = {}
@@ -320,8 +315,7 @@ def open_source(
     source: Path, rename: Sequence[RenameRule], *, is_model: bool = False
 ) -> tuple[ImportFormat, StoredPayloads, list[str], list[str]]:
     """The kind of source, its tensors under their new keys, files that are left out, and keys of other values.
-    `is_model`: a configuration may name the file. Raises `CheckpointNotFoundError` and `OptionError` where there is
-    nothing, or nothing is left of it; `CorruptCheckpointError` for a part of it.
+    `is_model`: a configuration may name the file. Raises `LoadError` and `OptionError`.
     """
     if storage_at(source).exists(METADATA_FILE):
         index = read_index(source)
@@ -358,9 +352,7 @@ def open_source(
 
 
 def _files(source: Path, storage: Storage, is_model: bool) -> tuple[list[str], WeightIndex, list[str]]:
-    """The files to read: one, or those that `transformers` takes, or all of one kind; what their index says, if there
-    is one; and files of weights that are left out. `storage` is that of the directory.
-    """
+    """Files to read: one, those that `transformers` takes, or all of one kind; their index; files that are left out."""
     if storage.location != storage_at(source).location:
         if not storage.exists(source.name):
             raise CheckpointNotFoundError(f"{source}: no such file or directory")
@@ -555,9 +547,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How far a training was, by Megatron's own names, as far as that is stored. `schedule`: of learning rate and
-    weight decay (`opt_param_scheduler`); `operations` counts floating-point ones.
-    """
+    """How far a training was, as far as stored; `schedule`: `opt_param_scheduler`; `operations`: of floats."""
 
     iteration: int = 0
     schedule: Mapping[str, Any] = field(default_factory=dict)
@@ -653,9 +643,7 @@ _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_
 def launch_state(
     optimizer: OptimizerPlan, training: Training, arguments: Mapping[str, Any], batch: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
-    """What a job needs besides tensors to resume: for the common state, for the arguments, and what is good to know.
-    `batch`: its `--global-batch-size`, where nothing stored tells how many samples there were.
-    """
+    """What a job needs besides tensors to resume: common state, arguments, notes. `batch`: of all its ranks."""
     iteration, notes = training.iteration, tuple[str, ...]()
     if optimizer.states and not iteration and batch is not None:
         iteration = optimizer.step
@@ -778,9 +766,7 @@ def import_conversion(
     rules: tuple[PartitionRule, ...] = (),
     **more: Any,
 ) -> Conversion:
-    """Plan the target of an import. `common` gives the content of `common.pt` for the dtypes of the target's tensors.
-    `tensors` of the target: None for those of the source; `more`: further fields of `ConversionReport`.
-    """
+    """Plan the target of an import. `common` makes `common.pt` for the target's dtypes; no `tensors`: the source's."""
     files = SourceFiles(payloads.index)
     if tensors is not None:
         # Many of the objects are one and the same.

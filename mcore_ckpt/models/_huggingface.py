@@ -102,9 +102,7 @@ def _rows(
     names: Mapping[str, str] | None = None,
     states: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[KeyPlan]:
-    """One after another, for showing; `dtype_of` gives the target's, by Hugging Face's key. Of an import, `names` are
-    stored keys by Hugging Face's, and `states` those of the optimizer's states.
-    """
+    """Rows for showing; `dtype_of` gives the target's dtypes. Of an import, `names` and `states` are stored keys."""
     seen = set()
     for link in relation.links:
         shape = relation.joined.get(link.hf, relation.hf[link.hf])
@@ -123,9 +121,7 @@ def _rows(
 
 
 def export_model(index: CheckpointIndex, options: ExportOptions, derived: StoredPayloads | None = None) -> Conversion:
-    """The model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads. Elements are those of
-    `derived`, if given.
-    """
+    """The model as a directory for `AutoModelForCausalLM.from_pretrained`, with the elements of `derived`, if given."""
     files = SourceFiles(index)
     keys = [key for key in index.tensors if not is_optimizer_key(key)]
     check_tiled(index, keys)
@@ -211,9 +207,7 @@ def _asked_for(
     *,
     predicts: bool,
 ) -> _AskedFor:
-    """The model of the given configuration, or of the stored arguments; `notes` gets what they leave open. `predicts`:
-    layers that predict further tokens are written.
-    """
+    """The model of the given configuration, or of stored arguments; `notes` gets what they leave open."""
     companions, left_out = dict[str, bytes](), list[str]()
     if options.hf_config is not None:
         config, companions, left_out = _original(checkpoint_path(options.hf_config), predicts)
@@ -291,9 +285,7 @@ def _relation_of(index: CheckpointIndex, keys: Iterable[str], family: Family, mo
 
 
 def _refuse_too_many(model: Model, index: CheckpointIndex, where: str) -> None:
-    """Raise `OptionError` for more layers and experts than the stored elements can be of, before each gets its rows: a
-    norm of each layer has an element for each of the hidden size, and each expert's matrices have more.
-    """
+    """Raise `OptionError` for more layers and experts than there are elements, before each gets its rows."""
     instances = model.layers + sum(model.expert_layers) * model.experts
     elements = sum(math.prod(entry.shape) for entry in index.tensors.values())
     if instances * model.sizes["hidden"] > elements:
@@ -324,9 +316,7 @@ def _compare_tensors(
 
 
 def _original(directory: Path, predicts: bool) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
-    """The configuration of the model that an export is to be like, without entries that are untrue of the written
-    weights; files that go along; what does not.
-    """
+    """The configuration of the model to be like, without what is untrue of the weights; files that go along."""
     config, storage = read_config(directory), storage_at(directory, follow_links=True)
     untrue = {name: why for name, why in _NOT_WRITTEN.items() if not (predicts and name in PREDICTING_LAYERS)}
     left_out = [f"{name} of {CONFIG} ({why})" for name, why in untrue.items() if config.pop(name, None)]
@@ -472,9 +462,7 @@ def _matched(
     relation: Relation,
     where: str,
 ) -> tuple[StoredPayloads, dict[str, str], frozenset[str], list[str]]:
-    """Plain payloads of a model's tensors; their keys by those of the table, and which of them are transposed; what is
-    left out. Raises `OptionError` where they are not those of the model.
-    """
+    """Plain payloads, stored keys by the table's, transposed ones, and what is left out. Raises `OptionError`."""
     payloads, transposed = plain_payloads(stored, config, options.dtype)
     index = payloads.index
     names, left_out, copies = _known_names(index, family, relation, model, options)
@@ -547,9 +535,7 @@ def _of_one_dtype(payloads: StoredPayloads, wanted: Iterable[TensorView], dtype:
 def _known_names(
     index: CheckpointIndex, family: Family, relation: Relation, model: Model, options: ImportOptions
 ) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Stored keys by those of the table. What a family's models hold nothing of their own in. Stored keys of copies,
-    with those of the table whose elements they hold.
-    """
+    """Stored keys by those of the table; keys with nothing of their own; copies, with the keys they copy."""
     names: dict[str, str] = {}
     left_out: list[str] = []
     copies: dict[str, str] = {}
@@ -623,9 +609,7 @@ class _Quantized:
 def plain_payloads(
     payloads: StoredPayloads, config: Mapping[str, Any], dtype: str | None
 ) -> tuple[StoredPayloads, frozenset[str]]:
-    """Payloads in which tensors stored in blocks are plain, and the keys of transposed ones: MXFP4's, `[experts,
-    outputs, inputs]`. `OptionError`: values and scales do not fit, or a dtype has to be chosen.
-    """
+    """Payloads with tensors in blocks made plain, and keys of transposed ones (MXFP4's); raises `OptionError`."""
     tensors = payloads.index.tensors
     found: dict[str, _Quantized] = {}
     for key, entry in tensors.items():

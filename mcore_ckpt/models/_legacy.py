@@ -67,9 +67,7 @@ class Arguments:
         self.values, self.where, self.most = values, where, most
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A positive number; raises `CorruptCheckpointError` for others, and for more ranks or layers than the files
-        have bytes.
-        """
+        """A positive number; raises `CorruptCheckpointError` for others, and for more than the files have bytes."""
         value = default if self.values.get(name) is None else self.values[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max(self.most, default or 0):
             raise CorruptCheckpointError(
@@ -127,9 +125,7 @@ class RankFiles:
 
 
 def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
-    """All ranks' files, in the order of pipeline, expert and tensor parallel rank, and the first rank's arguments.
-    Raises `CorruptCheckpointError` where one is missing or damaged, or they contradict one another.
-    """
+    """All ranks' files by pipeline, expert and tensor rank, and the first one's arguments; `CorruptCheckpointError`."""
     storage = storage_at(directory)
     names = storage.folders() if storage.is_directory() else []
     folders = sorted(name for name in names if _FOLDER.fullmatch(name))
@@ -564,9 +560,7 @@ def _random_states(model: _Model) -> dict[str, Any]:
 
 
 def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
-    """What a job has saved with `--ckpt-format torch` as a checkpoint. Reads indexes, small files, and what ranks hold
-    alike.
-    """
+    """A checkpoint of `--ckpt-format torch`. Reads indexes, small files, and what ranks hold alike."""
     ranks, arguments = read_ranks(directory)
     model = _Model(directory, ranks, arguments)
     _read_model(model)

@@ -288,9 +288,7 @@ def latent_rope_type(arguments: Mapping[str, Any]) -> str:
 
 
 def yarn_arguments(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Megatron's arguments of YaRN, of what `rope_settings` found; `prefix` as for `yarn_scales`. Raises `OptionError`
-    where Megatron-Core computes something else, and has no argument for that.
-    """
+    """Megatron's arguments of YaRN for `rope_settings`; raises `OptionError` where it computes something else."""
     factor = found["factor"]
     mscale, mscale_all_dim = (
         YARN_DEFAULTS[prefix][name] if found[name] is None else found[name] for name in YARN_SCALES

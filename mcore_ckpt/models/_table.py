@@ -92,9 +92,8 @@ def predicting_layers(config: Mapping[str, Any]) -> int:
 
 
 class Rule(NamedTuple):
-    """Settings that no row says, several at once, read both ways: Megatron's arguments for a complete `config.json` and
-    its model, and settings for Megatron's arguments. The first raises `OptionError` for what Megatron-Core has not; the
-    second translates: what it cannot say is found by translating back (`compare_settings`).
+    """Settings that no row says, read both ways. The first raises `OptionError` for what Megatron-Core has not; what
+    the second cannot say is found by translating back (`compare_settings`).
     """
 
     to_megatron: Callable[[Mapping[str, Any], Model], dict[str, Any]]
@@ -341,9 +340,7 @@ def _pairs(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape,
 
 
 def _qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """Group by group: the queries of the group, its key, its value. They come from three parts, or from one that has
-    all queries, then all keys, then all values.
-    """
+    """Group by group queries, key, value: of three parts, or of one with all queries, then keys, then values."""
     total = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     joined = len(shapes) == 1
     starts = (0, model.heads * model.head_dim, (model.heads + model.groups) * model.head_dim) if joined else (0, 0, 0)
@@ -402,9 +399,7 @@ TRANSFORMS: dict[str, _Transform] = {
 
 
 def relate(family: Family, model: Model, naming: Naming, padded_vocabulary: int) -> Relation:
-    """Unfold a family's table for one model, whose embedding has `padded_vocabulary` rows in Megatron. Raises
-    `OptionError` if the sizes contradict one another, or the table leaves elements of a tensor out.
-    """
+    """Unfold a table for one model and so many rows of vocabulary; raises `OptionError` for contradictions and gaps."""
     instances = model.layers * max(1, model.experts)
     if instances > _MOST_INSTANCES or model.heads > _MOST_INSTANCES:
         raise OptionError(

@@ -68,9 +68,7 @@ class LogitsReport:
 
 
 def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[str], arch: str) -> LogitsReport:
-    """Run both models, one after the other, in a process of its own; without stored arguments, Megatron's come from the
-    settings of `model`. `OptionError`: a package or memory is missing; `LoadError`: one cannot be loaded or run.
-    """
+    """Run both models in a process of its own, one after the other. Raises `OptionError` and `LoadError`."""
     directory = checkpoint_directory(checkpoint)
     job = {"checkpoint": str(directory), "model": str(model), "arch": arch}
     try:
@@ -211,9 +209,7 @@ def _one_process() -> Iterator[None]:
 
 
 def _fill(model: Any, index: CheckpointIndex, engine_keys: Mapping[str, str]) -> None:
-    """Fill all parameters from the checkpoint, by Megatron's own names for them; raises `LoadError`. Megatron's load is
-    not used: it wants the parameters to have the stored dtypes.
-    """
+    """Fill all parameters, by Megatron's names; its load wants the stored dtypes. Raises `LoadError`."""
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories

@@ -48,9 +48,7 @@ _OLD_MAIN_PARAMETER = "fp32_param"
 
 @dataclass(frozen=True, slots=True)
 class ConvertedOptimizer:
-    """All tensors of a target, the stored objects that stay, and the contents of new objects. `common` is the content
-    of `common.pt`, where the common state is that file; else it is among `objects`.
-    """
+    """Tensors of a target, stored objects that stay, new objects; `common.pt`, if the common state is that file."""
 
     tensors: dict[str, TensorView]
     kept_objects: tuple[str, ...]
@@ -60,9 +58,7 @@ class ConvertedOptimizer:
 
 
 def convert_optimizer(payloads: StoredPayloads, common: Mapping[str, Any]) -> ConvertedOptimizer | None:
-    """Plan the conversion to `fully_reshardable`; None if that is the layout already. Raises `OptionError` if there is
-    no such state or its layout is not known, `CorruptCheckpointError` if what is stored contradicts itself.
-    """
+    """Plan the conversion to `fully_reshardable`; None if that is the layout. Raises `OptionError` and `LoadError`."""
     index = payloads.index
     kind = optimizer_layout(index, common)
     if kind is None:

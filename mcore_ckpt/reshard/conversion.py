@@ -230,9 +230,7 @@ def write_all(
     memory_bytes: int,
     advance: Callable[[int], None],
 ) -> None:
-    """Write all files of a target that are not there yet, with `memory_bytes` of buffers; `advance` is called with
-    payload bytes that were written.
-    """
+    """Write all files of a target that are not there yet; `advance` is called with payload bytes that were written."""
     most = max((len(part.files) for part in plan.parts), default=0)
     begun = sum(1 for _ in Path("/proc/self/fd").iterdir())
     _allow_open_files(2 * workers * most + payloads.open_files + _OTHER_FILES + begun)
@@ -266,9 +264,7 @@ def _work_on(run: _Run, part: Part) -> None:
 
 
 def _write_part(run: _Run, part: Part, prepared: Sequence[Prepared]) -> None:
-    """Write the files of a part; each byte of the source is read once. A file is open from its first byte to its last:
-    the system allows a process so many.
-    """
+    """Write the files of a part, each open from its first byte to its last; each byte of the source is read once."""
     payloads = run.payloads
     crcs: list[tuple[str, int, int]] = []
     ahead_buffers = 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2
@@ -368,9 +364,7 @@ def check_all(
     workers: int,
     bar: Progress,
 ) -> None:
-    """Compare a target, whose path is where the files lie now, with its source; raises `ChecksumError` or
-    `CorruptCheckpointError`. `crcs`: of chunks of the source that have none stored, by the target's key and position.
-    """
+    """Compare a target, where its files lie now, with its source. `crcs`: of source chunks that have none stored."""
     sources = {move.key: move.division.entry for part in plan.parts for move in part.moves}
     divisions = []
     for key, source in sources.items():

@@ -280,9 +280,7 @@ class MergedPayloads(DerivedPayloads):
 def weighted_average(
     contents: Sequence[tuple[memoryview, str]], weights: Sequence[float], to: str, out: memoryview
 ) -> None:
-    """Fill `out` with the average of elements, each with its dtype, summed in their order and in float64; rounded once,
-    to the dtype `to`. Raises `FloatingPointError` where one of finite elements is infinite.
-    """
+    """Fill `out` with the average, summed in order in float64, rounded once. `FloatingPointError`: infinite."""
     whole, count = math.fsum(weights), len(out) // element_bytes(to)
     scratch = *np.empty((2, _BATCH_ELEMS)), np.empty(_BATCH_ELEMS, np.uint32)
     with np.errstate(over="raise", invalid="ignore"):

@@ -144,9 +144,7 @@ ALLOW_WHOLE: Final = "keep whole what these sizes do not divide; without it, tha
 
 
 def option(default: Any, text: str, *, flag: str = "", metavar: str = "", choices: Sequence[str] = ()) -> Any:
-    """A field of an options class: its default, what it does in a few words, its name in the shell if unlike the
-    field's, what stands for its value in help texts, and its choices.
-    """
+    """A field of an options class: default, help text, name in the shell if unlike the field's, and choices."""
     return field(default=default, metadata={"text": text, "flag": flag, "metavar": metavar, "choices": tuple(choices)})
 
 

@@ -121,9 +121,7 @@ def gpt_chunk(
     parallel_output: bool = True,
     **more: Any,
 ) -> Any:
-    """This rank's part of the model; `vocabulary` is the rows of the embedding, `stage` the chunk where the pipeline is
-    virtual. `more`: further fields of the configuration; one that this Megatron-Core lacks is left out.
-    """
+    """This rank's part of the model. `stage`: its chunk of a virtual pipeline; `more`: fields, if there are such."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
@@ -196,9 +194,7 @@ def build_gpt_model(
     padded_vocabulary: int | None = None,
     mtp_num_layers: int | None = None,
 ) -> Any:
-    """Megatron-Core's `GPTModel` in float32, to be run without a GPU; expert tensor parallel size is 1. Collective: the
-    process group is there, and as large as the parallel sizes make it.
-    """
+    """Megatron-Core's `GPTModel` in float32, to be run without a GPU; expert tensor parallel size is 1. Collective."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe import moe_utils
@@ -322,9 +318,7 @@ class ChildError(Exception):
 def in_own_process(
     module: str, name: str, request: Any, environ: Mapping[str, str | None], deadline_s: float | None = None
 ) -> Any:
-    """Call `module.name(request)` in another interpreter. A variable that is None in `environ` is removed. Raises
-    `CheckpointError` as the function does; otherwise `ChildError`.
-    """
+    """Call `module.name(request)` in another interpreter; raises `CheckpointError` as that does, else `ChildError`."""
     ended = subprocess.run(
         [sys.executable, "-c", _CODE.format(sys.path, module, name)],
         input=pickle.dumps(request),
@@ -379,9 +373,7 @@ _REFUSED = (
 def parameter_orders(
     arguments: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
 ) -> dict[tuple[bool, int], list[list[FlatParameter]]]:
-    """The parameters of each group of model-parallel ranks (Megatron's `data_parallel_group_idx`), in the order of its
-    buffers. Raises `OptionError` or `CorruptCheckpointError` if megatron-core is missing, or builds no such model.
-    """
+    """The parameters of each `data_parallel_group_idx`, in the order of its buffers. `CorruptCheckpointError`: none."""
     missing = [name for name in ("num_layers", "hidden_size", "padded_vocab_size") if not arguments.get(name)]
     if missing:
         raise OptionError(
@@ -546,9 +538,7 @@ _HELD_NORMS = {
 
 
 def _as_transformer_engine(rows: list[_Row], grouped_experts: bool) -> list[_Row]:
-    """Parameters of a chunk built of Megatron's own layers, as layers of Transformer Engine have and name them: a norm
-    before the layer that holds it, the matrices of grouped experts by layer.
-    """
+    """Rows of Megatron's layers as Transformer Engine's have them: norms in their holders, experts grouped."""
     names = [row.name for row, _ in rows]
     held: dict[str, list[_Row]] = {}
     kept = []

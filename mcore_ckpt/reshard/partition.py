@@ -254,9 +254,7 @@ _VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)\.(?:weight|b
 
 
 class Partitioner:
-    """Decides for each tensor of one checkpoint, with Megatron's stored `arguments`; the first of `rules` that matches
-    wins. `chunks_tell`: whether the chunks of the source are those of ranks; of a view they are not.
-    """
+    """Decides for each tensor; the first of `rules` that matches wins. `chunks_tell`: they are those of ranks."""
 
     def __init__(
         self,

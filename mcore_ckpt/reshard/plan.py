@@ -492,9 +492,8 @@ def make_plan(
     arguments: Mapping[str, Any] | None = None,
     allow_whole: bool = True,
 ) -> ReshardPlan:
-    """Plan the complete target. `keys` are the tensors that are carried, with their keys there, `object_keys` the
-    objects; `workers` is the least number of files of each rank. Without `allow_whole` raises `OptionError` for what is
-    not divided as `layout` asks.
+    """Plan the complete target of `keys`, with their keys there, and `object_keys`; `workers`: the least number of
+    files of each rank. Without `allow_whole` raises `OptionError` for what is not divided as `layout` asks.
     """
     owners = _Owners(index, layout)
     vocabulary = padded_vocabulary(arguments or {}, layout.tp)

@@ -213,9 +213,7 @@ def reshard_conversion(source: Opened, layout: TargetLayout, options: ReshardOpt
 
 
 def target_layout(options: ReshardOptions, source: Opened, *, stays: bool) -> TargetLayout:
-    """The sizes together, or where they are taken over (`stays`), those under which the checkpoint was saved, as far as
-    they are known. Raises `OptionError` where they cannot be.
-    """
+    """The sizes as given, or, where they stay, those of the save, as far as known; raises `OptionError`."""
     if options.tp is not None and options.pp is not None:
         return TargetLayout(options.tp, options.pp, options.ep, options.etp)
     if not stays:
@@ -302,9 +300,7 @@ def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], 
 
 
 def _sidecar_files(index: CheckpointIndex) -> list[str]:
-    """Files of others (ModelOpt) next to the data, also in directories, as names relative to the source. Raises
-    `CorruptCheckpointError` for symbolic links, pipes and the like, and for directories too deep.
-    """
+    """Names of others' files (ModelOpt) next to the data, folders included. `CorruptCheckpointError`: links, pipes."""
     source = checkpoint_path(index.path)
     data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
     data_files |= {entry.item.file for entry in index.objects.values()}
@@ -320,9 +316,7 @@ def _sidecar_files(index: CheckpointIndex) -> list[str]:
 def _carry_sidecars(
     index: CheckpointIndex, sidecars: Iterable[str], target: Target, common_content: bytes | None = None
 ) -> None:
-    """Copy what lies next to the data and stays valid: common state, `metadata.json`, and `_sidecar_files`.
-    `common_content` replaces the content of `common.pt`.
-    """
+    """Copy what stays valid next to the data; `common_content` replaces the content of `common.pt`."""
     path = checkpoint_path(index.path)
     source = storage_at(path)
     common = common_file_in_force(with_common_files(source, source.list(), index), index)

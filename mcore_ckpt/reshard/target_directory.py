@@ -233,9 +233,7 @@ def _begun(target: Path) -> Iterator[FileJournal | None]:
 
 
 def remove_begun(target: Path, source: Path) -> None:
-    """Remove what an interrupted run has made of a target, and nobody is going to finish: its source is gone. Raises
-    `SaveError`.
-    """
+    """Remove what an interrupted run has made of a target whose source is gone. Raises `SaveError`."""
     storage = storage_at(target)
     if storage.is_store:
         commit = Commit.begin(storage, {_NOTED: []})

@@ -417,9 +417,7 @@ _COMPLETE_BYTES = 64 * 1024 * 1024
 
 
 class _Gathered(threading.local):
-    """The slices that one thread has gathered last, by name of the view's chunk, and their source. Two threads would
-    replace each other's.
-    """
+    """The slices that one thread has gathered last, by name of the view's chunk, and their source."""
 
     def __init__(self) -> None:
         self.parts: dict[str, memoryview] = {}

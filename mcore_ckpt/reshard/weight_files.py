@@ -272,9 +272,7 @@ def decode_state(content: bytes, where: str) -> Any:
 
 
 def taken_over(value: Any, read: Callable[[int, int], bytes], where: str, records: Mapping[str, StateRecord]) -> Any:
-    """`value`, a part of a state file, as `encode_state` takes it: with the elements of its tensors. Raises
-    `OptionError` for an unknown class, `CorruptCheckpointError` for tensors larger than what is not a parameter.
-    """
+    """A part of a state file as `encode_state` takes it. `OptionError`: an unknown class; `LoadError`: too large."""
     left = _MAX_TAKEN_BYTES
 
     def tensor(given: FileTensor) -> SavedTensor:

@@ -273,9 +273,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """A tensor of both checkpoints. `values` is None where the shapes differ, or values were not compared; `crcs` are
-    those of its bytes in C order, where states were compared.
-    """
+    """A tensor of both; `values` None: other shapes, or not compared. `crcs`: of its bytes in C order, if compared."""
 
     fqn: str
     dtype_a: str

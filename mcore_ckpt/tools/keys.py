@@ -303,9 +303,7 @@ _CHARACTERS_OF_A_VALUE = 64
 
 
 def plain(value: Any, most: int | None = None) -> Any:
-    """`value` for showing and for JSON: containers, numbers and strings; namespaces as dicts, the rest as text; of more
-    than `most` values the first.
-    """
+    """`value` for showing and for JSON; namespaces as dicts, other objects as text, and of `most` values the first."""
     left = _MAX_VALUES if most is None else most
 
     def shown(value: Any, depth: int) -> Any:

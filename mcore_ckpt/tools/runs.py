@@ -77,9 +77,7 @@ from mcore_ckpt.tools.keys import ParallelLayout, is_optimizer_key, layout_of_ch
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """One of a run's checkpoints, and the parallel layout that its chunks show; None where the index cannot be read.
-    `exported`: whether its model has been exported, in a run that exports them.
-    """
+    """A checkpoint of a run, the layout that its chunks show, if they can be read; whether it was exported."""
 
     checkpoint: RunCheckpoint
     layout: ParallelLayout | None

@@ -390,9 +390,7 @@ def repair_checkpoint(
 
 
 class _Damaged:
-    """The damaged checkpoint; all writes to it (in a dry run none) are here. Its note keeps saves out, as a rule; a
-    file is put back only while the checkpoint is still in force.
-    """
+    """The damaged checkpoint; all writes to it (in a dry run none) are here. Its note keeps saves out."""
 
     def __init__(self, path: Path, copy: Path, *, dry_run: bool) -> None:
         self.path, self.copy, self.dry_run = path, copy, dry_run
@@ -497,9 +495,7 @@ def _put_back(name: str, damaged: _Damaged, index: CheckpointIndex) -> bool:
 def _take_index(
     damaged: _Damaged, good: CheckpointIndex, progress: bool | None
 ) -> tuple[VerifyReport, CheckpointIndex]:
-    """Put the copy's index in force, if it describes the files here, and what is wrong under it. Until then nothing
-    changes.
-    """
+    """Put the copy's index in force, if it describes the files here, else raise; and what is wrong under it."""
     content = read_small_file(damaged.copy, METADATA_FILE)
     index = parse_index(content, str(damaged.path), strict=False)
     report = verify_index(index, progress=progress)
