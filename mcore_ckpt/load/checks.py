@@ -165,17 +165,11 @@ def part_of_chunk(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong.
+    """Something that is wrong; of one item its key, and the bytes that it has in its file."""
 
-    Attributes:
-        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers), `"checksum"`, or `"optimizer"`.
-        message: what, where, expected and got.
-        fqn: the key, where it is one item's problem.
-        file, offset, length: the bytes of that item.
-    """
-
+    # "structure" is of chunks and overlaps, "item" of headers.
     kind: Literal["index", "file", "structure", "item", "checksum", "copy", "optimizer"]
-    message: str
+    message: str  # what, where, expected and got
     fqn: str | None = None
     file: str | None = None
     offset: int | None = None

@@ -76,38 +76,24 @@ class _Storage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadPolicy:
-    """How data files of one storage are read.
-
-    Attributes:
-        window_bytes: of one read, at most.
-        max_gap_bytes: the longest gap that is read.
-        cheap_gap_bytes: a gap that is always read.
-        max_small_bytes: the largest item that is read with its neighbours.
-        straight_bytes: the shortest part that is a read of its own, where its destination takes it as it is.
-        modes: how a file is opened for bytes of this rank alone, and for bytes of several ranks.
-        opens_ahead: files are opened before they are read: each open takes a request.
-    """
+    """How data files of one storage are read."""
 
     window_bytes: int = WINDOW_BYTES
     max_gap_bytes: int = MAX_GAP_BYTES
     cheap_gap_bytes: int = CHEAP_GAP_BYTES
     max_small_bytes: int = MAX_SMALL_BYTES
     straight_bytes: int = STRAIGHT_BYTES
-    modes: tuple[DirectIo, DirectIo] = _MODES["auto"]
-    opens_ahead: bool = False
+    modes: tuple[DirectIo, DirectIo] = _MODES["auto"]  # of a file, for bytes of this rank alone, and of several ranks
+    opens_ahead: bool = False  # before files are read, since each open takes a request
 
     @classmethod
     def of(cls, storage: _Storage, page_cache: PageCache) -> ReadPolicy:
         """Where a request costs more, longer gaps are read."""
-        max_gap_bytes = max(MAX_GAP_BYTES, storage.request_bytes)
         return cls(
-            WINDOW_BYTES,
-            max_gap_bytes,
-            min(max(CHEAP_GAP_BYTES, storage.request_bytes), max_gap_bytes),
-            min(MAX_SMALL_BYTES, WINDOW_BYTES),
-            STRAIGHT_BYTES,
-            _MODES[page_cache],
-            storage.open_ahead > 0,
+            max_gap_bytes=max(MAX_GAP_BYTES, storage.request_bytes),
+            cheap_gap_bytes=max(CHEAP_GAP_BYTES, storage.request_bytes),
+            modes=_MODES[page_cache],
+            opens_ahead=storage.open_ahead > 0,
         )
 
     def is_worth_reading(self, gap_bytes: int, wasted_bytes: int, wanted_bytes: int) -> bool:

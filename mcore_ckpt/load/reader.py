@@ -202,23 +202,15 @@ class CheckpointReader:
         """
         return self.read_objects([fqn])[fqn]
 
-    def _unpickled(self, fqn: str, content: bytes) -> Any:
-        return load_object(
-            content,
-            self.options.allowed_classes,
-            where=f"{fqn} in {self.path}",
-            verify_crc=False,  # compared when it was read
-        )
-
     @without_modes()
     def read_objects(self, fqns: Iterable[str], version: Callable[[str, bytes], bytes] | None = None) -> dict[str, Any]:
         """Stored objects by key. Raises as `read_object`. `version`: makes of key and record what is unpickled."""
-        keys = list(dict.fromkeys(fqns))
-        loaded = {
-            entry.fqn: self._unpickled(entry.fqn, content if version is None else version(entry.fqn, content))
-            for entry, content in self._object_contents(self._object_entry(fqn) for fqn in keys)
-        }
-        return {fqn: loaded[fqn] for fqn in keys}
+        loaded = dict.fromkeys(fqns)
+        for entry, content in self._object_contents(map(self._object_entry, loaded)) if loaded else ():
+            own = content if version is None else version(entry.fqn, content)
+            where = f"{entry.fqn} in {self.path}"  # (its CRC-32 was compared when it was read)
+            loaded[entry.fqn] = load_object(own, self.options.allowed_classes, where=where, verify_crc=False)
+        return loaded
 
     def _object_entry(self, fqn: str) -> ObjectEntry:
         entry = self.index.objects.get(fqn)
@@ -265,7 +257,8 @@ def read_shards(reader: CheckpointReader, shards: Iterable[Any]) -> None:
             shards = [shard for shard in shards if shard.key not in parameters]
         direct, spread = _requests(reader, shards)
         reader.read_items(direct)
-        _read_spread(reader, spread)
+        if spread:
+            _read_spread(reader, spread)
 
 
 # Fields of a shard whose data are a slice of the global tensor as they are.

@@ -74,14 +74,9 @@ class ItemDecoder:
     """Reads items and decodes them. `opened` gives the files."""
 
     def __init__(
-        self,
-        opened: Callable[[], AbstractContextManager[OpenFiles]],
-        options: LoadOptions,
-        stats: ReadStats,
+        self, opened: Callable[[], AbstractContextManager[OpenFiles]], options: LoadOptions, stats: ReadStats
     ) -> None:
-        self._opened = opened
-        self._options = options
-        self._stats = stats
+        self._opened, self._options, self._stats = opened, options, stats
         self._reasons: set[str] = set()
 
     def object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
@@ -95,19 +90,10 @@ class ItemDecoder:
             spans = coalesce(extents, files.policy)
             at_once = max(1, files.open_ahead)
             while few := list(islice(spans, at_once)):
-                contents = run_concurrently(
-                    at_once,
-                    *(
-                        partial(
-                            self._read,
-                            files,
-                            span.extents[0].owner.fqn,
-                            StoredItem(span.file, span.start, span.stop - span.start),
-                        )
-                        for span in few
-                    ),
-                )
-                for span, content in zip(few, contents, strict=True):
+                items = (StoredItem(span.file, span.start, span.stop - span.start) for span in few)
+                owners = (span.extents[0].owner.fqn for span in few)
+                reads = [partial(self._read, files, fqn, item) for fqn, item in zip(owners, items, strict=True)]
+                for span, content in zip(few, run_concurrently(at_once, *reads), strict=True):
                     for extent in span.extents:
                         item = extent.owner.item
                         where = item_name(extent.owner.fqn, item)
@@ -516,15 +502,11 @@ class TensorReads:
         index: CheckpointIndex,
         ranks: int,
     ) -> None:
-        self._files, self._policy = files, files.policy
-        self._ranks = ranks
+        self._files, self._policy, self._located, self._stats = files, files.policy, located, stats
+        self._decoder, self._running, self._ranks = decoder, index.blocks, ranks
         self._times_wanted: Mapping[str, int] = {}  # by ranks of this host
         self._small_are_shared = False
-        self._located = located
         self._forms: Forms = {}
-        self._stats = stats
-        self._decoder = decoder
-        self._running = index.blocks
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._pinned = False
         self._threads = files.reads_at_once

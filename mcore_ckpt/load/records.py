@@ -12,11 +12,10 @@ one behind it. So a load reads complete blocks.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import PurePath
@@ -92,34 +91,25 @@ class NearestFiles:
         expected = None if manifest is None else manifest.files.get(name)
         if not tells_save(name) or expected is None:
             return self._home.open_reader(name, direct=direct)
-        reader = self._open_near(name, direct, expected.size_bytes)
-        return reader or self._far.open_reader(name, direct=direct)
+        with suppress(LoadError):
+            reader = self._near.open_reader(name, direct=direct)
+            if reader.size_bytes == expected.size_bytes:
+                return reader
+            reader.close()
+        return self._far.open_reader(name, direct=direct)
 
     def __str__(self) -> str:
         return f"{self._near} (or {self._far}, for files that are not there)"
 
-    @contextlib.contextmanager
-    def in_use(self, name: str) -> Iterator[None]:
+    def in_use(self, name: str) -> AbstractContextManager[None]:
         """As `Storage.in_use`, of the directory that is read besides that of the index, if there is one to read."""
-        other = self._near if self._home is self._far else self._far
-        with contextlib.nullcontext() if other is self._far and self._all_are_near() else other.in_use(name):
-            yield
-
-    def _all_are_near(self) -> bool:
+        if self._home is self._far:
+            return self._near.in_use(name)
         manifest = self._index().manifest
         files = {} if manifest is None else {name: file for name, file in manifest.files.items() if tells_save(name)}
         there = self._near.sizes() if files else {}
-        return all(there.get(name) == file.size_bytes for name, file in files.items())
-
-    def _open_near(self, name: str, direct: DirectIo, size_bytes: int) -> RangeReader | None:
-        try:
-            reader = self._near.open_reader(name, direct=direct)
-        except LoadError:
-            return None
-        if reader.size_bytes == size_bytes:
-            return reader
-        reader.close()
-        return None
+        all_are_near = all(there.get(name) == file.size_bytes for name, file in files.items())
+        return nullcontext() if all_are_near else self._far.in_use(name)
 
 
 def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
@@ -198,7 +188,19 @@ class OpenFiles:
         try:
             yield reader
         finally:
-            self._release(key)
+            surplus = None
+            with self._lock:
+                _, users = self._in_use.pop(key)
+                if users > 1:
+                    self._in_use[key] = (reader, users - 1)
+                elif self._closed:
+                    surplus = reader
+                else:
+                    self._idle[key] = reader
+                    if len(self._idle) > MAX_IDLE_FILES:
+                        _, surplus = self._idle.popitem(last=False)
+            if surplus is not None:
+                surplus.close()
 
     def _opened(self, name: str, direct: DirectIo) -> RangeReader:
         reader = self._storage.open_reader(name, direct=direct)
@@ -213,21 +215,6 @@ class OpenFiles:
             reader.close()
             raise
         return reader
-
-    def _release(self, key: _Key) -> None:
-        surplus = None
-        with self._lock:
-            reader, users = self._in_use.pop(key)
-            if users > 1:
-                self._in_use[key] = (reader, users - 1)
-            elif self._closed:
-                surplus = reader
-            else:
-                self._idle[key] = reader
-                if len(self._idle) > MAX_IDLE_FILES:
-                    _, surplus = self._idle.popitem(last=False)
-        if surplus is not None:
-            surplus.close()
 
     def close(self) -> None:
         """Close what is idle, and what is in use when its last user releases it."""

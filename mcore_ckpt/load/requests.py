@@ -25,7 +25,7 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -55,7 +55,7 @@ from mcore_ckpt.format.index import (
     TensorEntry,
     TensorForm,
 )
-from mcore_ckpt.format.item import LocatedTensor, tensor_template
+from mcore_ckpt.format.item import LocatedTensor, element_bytes, tensor_template
 from mcore_ckpt.load.ranges import ReadPolicy
 from mcore_ckpt.load.records import check_located, checksum_error, chunk_name, missing_key
 from mcore_ckpt.state.torch_classes import PLAIN, dtype_name, torch_dtype
@@ -173,24 +173,15 @@ def _global_tensor(request: ReadRequest) -> tuple[str, int, tuple[int, ...]]:
 
 
 class ReadRequest(NamedTuple):
-    """A box of a global tensor, and where it goes.
+    """A box of a global tensor, in elements, and where it goes."""
 
-    Attributes:
-        fqn: key of the global tensor.
-        tensor: destination of shape `sizes`; any strides, any device; written in place, without autograd.
-        offsets: first element of the box in the global tensor.
-        sizes: shape of the box, in elements.
-        global_shape: shape that the global tensor must have; None: any that the box fits into.
-        allow_partial: the box may reach past the stored global tensor; what it has in common with that is loaded, all
-            of it, and the rest of the destination left alone (Megatron's `allow_shape_mismatch`: a vocabulary padded
-            otherwise).
-    """
-
-    fqn: str
-    tensor: torch.Tensor
-    offsets: tuple[int, ...]
+    fqn: str  # key of the global tensor
+    tensor: torch.Tensor  # destination of shape `sizes`; any strides, any device; written in place, without autograd
+    offsets: tuple[int, ...]  # first element of the box in the global tensor
     sizes: tuple[int, ...]
-    global_shape: tuple[int, ...] | None = None
+    global_shape: tuple[int, ...] | None = None  # that the global tensor must have; None: any that the box fits into
+    # The box may reach past the stored global tensor; what both have is loaded, and the rest of the destination left
+    # alone (Megatron's `allow_shape_mismatch`: a vocabulary padded otherwise).
     allow_partial: bool = False
 
 
@@ -202,11 +193,6 @@ def tensor_entry(fqn: str, index: CheckpointIndex) -> TensorEntry:
     if fqn in index.objects:
         raise KindMismatchError(f"{fqn}: a tensor is requested, but {index.path} holds an object under this key")
     raise missing_key(fqn, f"the checkpoint {index.path}", [*index.tensors, *index.objects], index.removed)
-
-
-@lru_cache(maxsize=4096)
-def _complete(sizes: tuple[int, ...]) -> Box:
-    return Box((0,) * len(sizes), sizes)
 
 
 def stored_dtype(entry: TensorEntry) -> torch.dtype:
@@ -353,30 +339,9 @@ class _Kind(NamedTuple):
     """What all items have in common that this package writes for a dtype and shape."""
 
     dtype: torch.dtype  # of the destination
-    item_bytes: int  # length of an item
-    head_bytes: int  # length of the frame before the payload
     payload_bytes: int  # length of the payload
     frame: bytes  # what stands before and behind the payload, with zeros where its CRC-32 belongs
-    first_crc: int  # where in `frame` it belongs
-    second_crc: int  # where in `frame` it belongs
-
-    @classmethod
-    def of(cls, dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:
-        """The kind of what is stored so; None if this package writes no such items, or they hold nothing."""
-        try:
-            template = tensor_template(dtype, sizes)
-        except ValueError:
-            return None
-        if not template.payload_bytes:
-            return None
-        head_bytes, frame = len(template.head), template.head + template.tail
-        first, second = (head_bytes + position for position in template.crc_positions)
-        return cls(own, template.item_bytes, head_bytes, template.payload_bytes, frame, first, second)
-
-    def row(self, number: int) -> tuple[int, ...]:
-        """A `_ROW` of this kind and number, where nothing else is known; `stop` is the length of its item."""
-        sizes = self.item_bytes, self.head_bytes, self.payload_bytes
-        return (0, number, 0, *sizes, sizes[0] - sizes[1] - sizes[2], 0, 0, self.first_crc, self.second_crc, 0)
+    row: tuple[int, ...]  # a `_ROW` in which nothing else is known; `stop` is the length of an item
 
 
 # One small chunk that is read.
@@ -415,9 +380,9 @@ class SmallChunks:
 
     def __init__(self, index: CheckpointIndex, policy: ReadPolicy) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []  # where the bytes of each tensor lie
+        self.addresses: list[int] = []  # where the bytes of each tensor lie
         self._numbers: list[int] = []  # of each chunk, in the index
-        self._kind_numbers: list[int] = []  # which of `kinds` each is
+        self.kind_numbers: list[int] = []  # which of `kinds` each is
         self.kinds: list[_Kind] = []
         tensors = index.tensors
         self._packed = tensors if isinstance(tensors, PackedTensors) and tensors.places.crcs else None
@@ -433,7 +398,7 @@ class SmallChunks:
         packed = self._packed
         if packed is None:
             return list(requests)
-        tensors, addresses, numbers, kinds = self._tensors, self._addresses, self._numbers, self._kind_numbers
+        tensors, addresses, numbers, kinds = self._tensors, self.addresses, self._numbers, self.kind_numbers
         row_of, forms, firsts, lengths = packed.rows.get, packed.forms, packed.firsts, packed.places.lengths
         places, taken = self._places, self._taken
         others: list[ReadRequest] = []
@@ -457,12 +422,6 @@ class SmallChunks:
             others.append(request)
         return others
 
-    def memory(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Where the destinations lie: a row of first bytes, and one of ends."""
-        starts = np.array(self._addresses, dtype=np.int64)
-        payloads = np.array([kind.payload_bytes for kind in self.kinds], dtype=np.int64)
-        return np.stack((starts, starts + payloads[self._kind_numbers] if self._kind_numbers else starts))
-
     def _find(
         self, form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...] | None
     ) -> tuple[int, int, torch.dtype, int] | None:
@@ -473,10 +432,16 @@ class SmallChunks:
                 boxes = list(map(_NumberedBox, form.offsets, form.sizes, count()))
                 lookup = self._lookups[id(form)] = ChunkLookup(boxes)
             chunk, dtype = lookup.only(Box(offsets, sizes)), torch_dtype(form.dtype)
-            kind = None if dtype is None else _Kind.of(form.dtype, sizes, dtype)
-            if chunk is not None and kind is not None and kind.item_bytes <= self._policy.max_small_bytes:
-                place = chunk.number, len(self.kinds), kind.dtype, kind.item_bytes
-                self.kinds.append(kind)
+            with suppress(ValueError):  # this package writes no such items
+                template, number = tensor_template(form.dtype, sizes), len(self.kinds)
+                item_bytes, payload_bytes = template.item_bytes, template.payload_bytes
+                is_small = payload_bytes > 0 and item_bytes <= self._policy.max_small_bytes
+                if chunk is not None and dtype is not None and is_small:
+                    place = chunk.number, number, dtype, item_bytes
+                    head_bytes, tail_bytes = len(template.head), item_bytes - len(template.head) - payload_bytes
+                    crcs = [head_bytes + position for position in template.crc_positions]
+                    row = (0, number, 0, item_bytes, head_bytes, payload_bytes, tail_bytes, 0, 0, *crcs, 0)
+                    self.kinds.append(_Kind(dtype, payload_bytes, template.head + template.tail, row))
         self._places[id(form), offsets, sizes, shape] = place
         return place
 
@@ -486,8 +451,8 @@ class SmallChunks:
             return False
         rows = np.searchsorted(self._packed.firsts, self._numbers, "right") - 1
         tensors = Counter(map(self._packed.forms.__getitem__, set(rows.tolist())))
-        wanted = sum(self.kinds[number].payload_bytes * count for number, count in Counter(self._kind_numbers).items())
-        there = sum(_tensor_bytes(form) * count for form, count in tensors.items())
+        wanted = sum(self.kinds[number].payload_bytes * count for number, count in Counter(self.kind_numbers).items())
+        there = sum(math.prod(form.shape) * element_bytes(form.dtype) * count for form, count in tensors.items())
         return bool(ranks * wanted >= 2 * there)
 
     def wanted(self, at: int) -> WantedItem:
@@ -497,8 +462,8 @@ class SmallChunks:
         row = bisect_right(self._packed.firsts, number) - 1
         form, which = self._packed.forms[row], number - self._packed.firsts[row]
         chunk = StoredChunk(form.offsets[which], form.sizes[which], self._packed.places.item(number))
-        kind, sizes = self.kinds[self._kind_numbers[at]], chunk.sizes
-        want = Want(Box((0,) * len(sizes), sizes), True, self._tensors[at], self._addresses[at])
+        kind, sizes = self.kinds[self.kind_numbers[at]], chunk.sizes
+        want = Want(Box((0,) * len(sizes), sizes), True, self._tensors[at], self.addresses[at])
         return WantedItem(self._packed.names[row], kind.dtype, chunk, kind.payload_bytes, [want])
 
     def reads(self) -> list[SmallRead]:
@@ -506,9 +471,9 @@ class SmallChunks:
         if self._packed is None or not self._numbers:
             return []
         places, numbers = self._packed.places, np.array(self._numbers, dtype=np.int64)
-        of_kinds = np.array([kind.row(number) for number, kind in enumerate(self.kinds)], dtype=_ROW)
-        rows = np.take(of_kinds, self._kind_numbers)  # (ten times as fast as by an index)
-        rows["number"], rows["address"] = np.arange(len(rows)), self._addresses
+        of_kinds = np.array([kind.row for kind in self.kinds], dtype=_ROW)
+        rows = np.take(of_kinds, self.kind_numbers)  # (ten times as fast as by an index)
+        rows["number"], rows["address"] = np.arange(len(rows)), self.addresses
         rows["start"] = np.frombuffer(places.offsets, dtype=np.int64)[numbers]
         rows["stop"] += rows["start"]
         rows["crc"] = np.frombuffer(places.crcs, dtype=np.uint32)[numbers]
@@ -544,11 +509,6 @@ class SmallChunks:
             end = max(min(fitting, at + max_items), at + 1)
             yield SmallRead(file, int(starts[at]), int(stops[end - 1]), rows[at:end], self)
             at = end
-
-
-def _tensor_bytes(form: TensorForm) -> int:
-    dtype = torch_dtype(form.dtype)
-    return 0 if dtype is None else math.prod(form.shape) * dtype.itemsize
 
 
 class SmallRead(NamedTuple):
@@ -619,7 +579,7 @@ class LoadPlan:
             if only is None:
                 self._add_parts(request, box, entry, dtype, lookup.near(box))
             else:
-                self._add_part(entry, dtype, only, _complete(only.sizes), tensor)
+                self._add_part(entry, dtype, only, Box((0,) * len(sizes), only.sizes), tensor)
 
     def times_wanted(self, ranks: int) -> dict[str, int]:
         """How often so many ranks of this host, if each requests as much of a tensor among `items` as this one, request
@@ -632,8 +592,12 @@ class LoadPlan:
 
     def turns(self) -> list[LoadPlan]:
         """This plan; or several, if destinations share memory: these come one by one, the last request last."""
+        small = self.small
         ranges = [found for tensor in self._tensors if (found := memory_of(tensor)) is not None]
-        memory = np.append(np.array(ranges, dtype=np.int64).reshape(-1, 2).T, self.small.memory(), axis=1)
+        payloads = np.array([kind.payload_bytes for kind in small.kinds], dtype=np.int64)
+        own = np.array(small.addresses, dtype=np.int64)
+        of_small = np.stack((own, own + payloads[np.array(small.kind_numbers, dtype=np.int64)]))
+        memory = np.append(np.array(ranges, dtype=np.int64).reshape(-1, 2).T, of_small, axis=1)
         starts, stops = memory[:, np.argsort(memory[0])]
         if not (starts[1:] < np.maximum.accumulate(stops)[:-1]).any():
             return [self]

@@ -60,27 +60,16 @@ Identity = bytes | tuple[int, ...]
 
 @dataclass(slots=True)
 class MegatronSave:
-    """A call of Megatron's `save`, or one of the callbacks at the end of an asynchronous one.
+    """A call of Megatron's `save`, or one of the callbacks at the end of an asynchronous one."""
 
-    Attributes:
-        is_validated: by this package: all ranks have come to it with a strategy of its own, and Megatron gathers
-            nothing.
-        meets_in: the ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is
-            still to come.
-        accesses, common: what Megatron has asked to be validated.
-        mains_are_saved: a fully parallel wrapper has chosen others to save the main replicas of its group, each once.
-        distribution: the answer to Megatron's wrapper, which asks for the rank that saves each shard; None: it
-            finds out.
-        late_error: of `metadata.json`, which the first rank alone writes; it is raised on all ranks afterwards.
-    """
-
-    is_validated: bool = False
+    is_validated: bool = False  # here: all ranks have come with this package's strategy, and Megatron gathers nothing
+    # The ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is still to come.
     meets_in: Callable[[], RankGroup] | None = None
-    accesses: Accesses | None = None
-    common: Any = None
-    mains_are_saved: bool = False
-    distribution: Any = None
-    late_error: Exception | None = None
+    accesses: Accesses | None = None  # what Megatron has asked to be validated
+    common: Any = None  # and the common state
+    mains_are_saved: bool = False  # a wrapper has chosen others to save its group's main replicas, each once
+    distribution: Any = None  # the answer to Megatron's wrapper, by which rank each shard is saved; None: it finds out
+    late_error: Exception | None = None  # of `metadata.json`, by the first rank; it is raised on all ranks afterwards
     _has_come: bool = False
 
     def come(self) -> None:
@@ -115,38 +104,22 @@ class MegatronSave:
 
 @dataclass(slots=True)
 class MegatronLoad:
-    """A call of Megatron's `load`: all that it reads is of one directory and one save.
+    """A call of Megatron's `load`: all that it reads is of one directory and one save."""
 
-    Attributes:
-        options: as the strategy has them.
-        process_group: as Megatron was given it.
-        group: the ranks, where all have come to it; None: this one may load alone.
-        is_distributed: Megatron's fully parallel wrapper distributes the reads, so each byte is read by one rank.
-        last: the last exchange of this package that the load is known to make.
-        asks_for_buckets: a rank asks for the state of a distributed optimizer.
-        directory, version: what is read, and its version of `.metadata`.
-        common: which save the common state was read of; None before.
-        reader: what has decoded the index for that.
-        filled_by: what a strategy of this package reads the tensors by; None: another strategy loads.
-        buckets: what reads the parameters of flat buckets, where the job divides its model otherwise.
-        change_common: makes of the stored common state the one that Megatron gets; None: it gets that.
-        resume: the call of Megatron-LM's `load_checkpoint` that makes this one.
-    """
-
-    options: LoadOptions
-    process_group: Any = None
-    group: RankGroup | None = None
-    is_distributed: bool = False
-    last: _Exchange = "options"
-    asks_for_buckets: bool = False
-    directory: Path = Path()
-    version: tuple[int, ...] = ()
-    common: Identity | None = None
-    reader: CheckpointReader | None = None
-    filled_by: CheckpointReader | None = None
-    buckets: BucketedParameters | None = None
-    change_common: Callable[[Any], Any] | None = None
-    resume: MegatronResume | None = None
+    options: LoadOptions  # as the strategy has them
+    process_group: Any = None  # as Megatron was given it
+    group: RankGroup | None = None  # the ranks, where all have come to it; None: this one may load alone
+    is_distributed: bool = False  # Megatron's fully parallel wrapper distributes the reads: one rank reads each byte
+    last: _Exchange = "options"  # the last exchange of this package that the load is known to make
+    asks_for_buckets: bool = False  # a rank asks for the state of a distributed optimizer
+    directory: Path = Path()  # what is read
+    version: tuple[int, ...] = ()  # its version of `.metadata`
+    common: Identity | None = None  # which save the common state was read of; None before
+    reader: CheckpointReader | None = None  # what has decoded the index for that
+    filled_by: CheckpointReader | None = None  # by this a strategy of this package reads; None: another strategy loads
+    buckets: BucketedParameters | None = None  # reads parameters of flat buckets, if the model is divided otherwise
+    change_common: Callable[[Any], Any] | None = None  # makes of the stored common state the one that Megatron gets
+    resume: MegatronResume | None = None  # the call of Megatron-LM's `load_checkpoint` that makes this one
     _is_over: bool = False
 
     def sync(self) -> None:
@@ -168,14 +141,10 @@ class MegatronLoad:
 
 @dataclass(slots=True)
 class MegatronResume:
-    """A call of Megatron-LM's `load_checkpoint`, which ends with a certificate.
+    """A call of Megatron-LM's `load_checkpoint`, which ends with a certificate."""
 
-    Attributes:
-        load: the call of `load` that it has made last.
-        arguments: of the functions by which it makes its state dict, by their names.
-    """
-
-    load: MegatronLoad | None = None
+    load: MegatronLoad | None = None  # the call of `load` that it has made last
+    # Arguments of the functions by which it makes its state dict, by their names.
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 

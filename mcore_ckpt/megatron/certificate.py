@@ -310,19 +310,14 @@ def _shard_of(key: str, value: Any, behind: int) -> Any:
 
 @dataclass(slots=True)
 class _Comparison:
-    """What one rank holds, compared with one version of a checkpoint.
-
-    Attributes:
-        compared: numbers of the tensors that are chosen, by name; the same on all ranks.
-        shards: of this rank, as it holds them.
-    """
+    """What one rank holds, compared with one version of a checkpoint."""
 
     reader: CheckpointReader
     version: tuple[int, ...]
     options: LoadOptions
     rank: int
-    compared: dict[str, int] = field(default_factory=dict)
-    shards: list[Any] = field(default_factory=list)
+    compared: dict[str, int] = field(default_factory=dict)  # numbers of the chosen tensors; the same on all ranks
+    shards: list[Any] = field(default_factory=list)  # of this rank, as it holds them
 
     def of_one_save(self, find: Callable[..., _Found], *args: Any) -> _Found:
         """What is found, if the checkpoint has not been replaced meanwhile."""

@@ -564,23 +564,14 @@ _ALWAYS: Version = (99, 0)
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One name of Megatron.
+    """One name of Megatron."""
 
-    Attributes:
-        module: below `megatron.core.dist_checkpointing`.
-        name: of a function, class, or method (`Class.method`).
-        use: "replaced" by ours, or "called" by ours.
-        since: first version of megatron-core, major and minor, of which it is used.
-        until: last one.
-        absence: what is lost without it; empty if it is needed.
-    """
-
-    module: str
-    name: str
+    module: str  # below `megatron.core.dist_checkpointing`
+    name: str  # of a function, class, or method (`Class.method`)
     use: Literal["replaced", "called"]
-    since: Version = (0, 12)
-    until: Version = _ALWAYS
-    absence: str = ""
+    since: Version = (0, 12)  # first version of megatron-core, major and minor, of which it is used
+    until: Version = _ALWAYS  # last one
+    absence: str = ""  # what is lost without it; empty if it is needed
 
     def belongs_to(self, version: Version) -> bool:
         """Whether it is used of that version of megatron-core."""
@@ -654,19 +645,12 @@ CONTRACT: tuple[Name, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the diagnosis.
+    """One line of the diagnosis."""
 
-    Attributes:
-        what: it is about.
-        state: in a word or two.
-        remark: what follows from it; may be empty.
-        is_wrong: a job would fail.
-    """
-
-    what: str
-    state: str
-    remark: str = ""
-    is_wrong: bool = False
+    what: str  # it is about
+    state: str  # in a word or two
+    remark: str = ""  # what follows from it
+    is_wrong: bool = False  # a job would fail
 
 
 def diagnose(directory: str) -> list[Finding]:

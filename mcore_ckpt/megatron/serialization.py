@@ -63,6 +63,7 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.safe_pickle import load_object, warn_of_refused
 from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import CheckpointReader
+from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
 from mcore_ckpt.megatron.calls import (
     MegatronLoad,
@@ -81,15 +82,12 @@ from mcore_ckpt.megatron.calls import (
     unwrapped,
 )
 from mcore_ckpt.save.transaction import give_up_forgotten_saves, saves_in_progress
-from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
 
 
 _PENDING_SUFFIX = ".pending"
-# Common state that cannot be read of a checkpoint that was replaced meanwhile is read of the new one, so often at most.
-_READ_AGAIN = 5
 
 
 # Calls of `save` that have not returned, by location: a signal handler or another thread may come between.
@@ -196,16 +194,14 @@ def _tell_late_error(call: MegatronSave) -> None:
 @without_modes()
 def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
     """The common state, tensors on the CPU. Damage, classes not allowed, and that of another save are refused."""
-    options = LoadOptions.from_environment() if options is None else options
     directory = checkpoint_path(checkpoint_dir)
-    for attempts_left in reversed(range(_READ_AGAIN)):
-        version = metadata_version(directory)
-        try:
-            return _load_common(directory, options, version)
-        except LoadError:
-            if not attempts_left or metadata_version(directory) == version:
-                raise
-    raise AssertionError("the last attempt returns or raises")
+    version = metadata_version(directory)
+    try:
+        return _load_common(directory, LoadOptions.from_environment() if options is None else options, version)
+    except LoadError as error:
+        if metadata_version(directory) != version:
+            raise replaced_error(directory, str(error)) from error
+        raise
 
 
 def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]) -> Any:
@@ -219,7 +215,9 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
     if METADATA_FILE in names:
         content = read_small_file(directory, METADATA_FILE)
         pickled, manifest = split_metadata(content, str(directory / METADATA_FILE))
-        if _index_decides(pickled, names):
+        waits = any(name.startswith(COMMON_FILE) and name.endswith(_PENDING_SUFFIX) for name in names)
+        # Decoding the index takes seconds for many ranks. Most have only `common.pt`, and no such object.
+        if file is None or waits or COMMON_STATE_KEY.encode() in pickled:
             reader = opened_reader(directory, options, version)
             manifest = reader.index.manifest
             file = common_file_in_force(with_common_files(storage, names, reader.index), reader.index)
@@ -259,15 +257,6 @@ def _without_leaked_state(common: Any) -> Any:
             if isinstance(part, dict):
                 part.pop("param_state", None)
     return common
-
-
-def _index_decides(pickled: bytes, names: list[str]) -> bool:
-    """Whether the index, which takes seconds to decode, has to tell where the common state is; its bytes mostly do."""
-    if COMMON_FILE not in names:
-        return True
-    if any(name.startswith(COMMON_FILE) and name.endswith(_PENDING_SUFFIX) for name in names):
-        return True
-    return COMMON_STATE_KEY.encode() in pickled
 
 
 # --- going back to an older checkpoint --------------------------------------------------------------------------------
@@ -315,7 +304,11 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             if (resume := current_resume()) is None and options.certify != "off":
                 _name_uncertified(directory, options)
             goes_back = options.on_damaged == "go_back" and current_load() is None
-            asks_for_buckets = is_ours(arguments.get("sharded_strategy")) and _asks_for_buckets(sharded_state_dict)
+            is_own, asks_for_buckets = is_ours(arguments.get("sharded_strategy")), False
+            if is_own and isinstance(sharded_state_dict, dict) and "optimizer" in sharded_state_dict:
+                from mcore_ckpt.megatron.other_division import has_flat_state
+
+                asks_for_buckets = has_flat_state(sharded_state_dict)
             joined = joined_load(options, goes_back, arguments, asks_for_buckets)
 
             def read(read_directory: Any) -> Any:
@@ -325,7 +318,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
                     if resume is not None:
                         call.version, resume.load = metadata_version(path), call
                     state = sharded_state_dict
-                    if is_ours(arguments.get("sharded_strategy")):
+                    if is_own:
                         _refuse_removed(state, call)
                     if call.asks_for_buckets:
                         from mcore_ckpt.megatron.other_division import under_this_division  # (few loads do)
@@ -338,15 +331,6 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             return _load_whole(lambda chosen: read(str(chosen)), directory, options, joined.process_group)
 
     return load
-
-
-def _asks_for_buckets(state: Any) -> bool:
-    """Whether a sharded state dict asks for what may be stored as flat buckets."""
-    if not (isinstance(state, dict) and "optimizer" in state):
-        return False
-    from mcore_ckpt.megatron.other_division import has_flat_state
-
-    return has_flat_state(state)
 
 
 def _refuse_removed(state: Any, call: MegatronLoad) -> None:
@@ -556,18 +540,16 @@ def with_own_files(stock: Callable[[Any], None]) -> Callable[[Any], None]:
                 names = own_files(directory)
             except CheckpointNotFoundError:
                 return stock(checkpoint_dir)
-            sums = {name: _sha256(storage, name) for name in sorted(names) if name != INTEGRITY_FILE}
+            sums = {}
+            for name in sorted({*names} - {INTEGRITY_FILE}):
+                found = hashlib.sha256()
+                with storage.open_reader(name, direct="off") as reader:
+                    for content in reader.pieces():
+                        found.update(content)
+                sums[name] = found.hexdigest()
             if storage.version(METADATA_FILE) == version:  # else they are of a checkpoint that was replaced
                 content = json.dumps({"algorithm": "sha256", "files": sums}, indent=2)
                 storage.publish(INTEGRITY_FILE, content.encode())
             return None
 
     return save_integrity_manifest
-
-
-def _sha256(storage: Storage, name: str) -> str:
-    found = hashlib.sha256()
-    with storage.open_reader(name, direct="off") as reader:
-        for content in reader.pieces():
-            found.update(content)
-    return found.hexdigest()

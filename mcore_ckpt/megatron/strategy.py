@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, St
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host, names_second_tier
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
+from mcore_ckpt.directory.in_force import iteration_of
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -60,7 +63,6 @@ from mcore_ckpt.megatron.calls import (
     metadata_version,
     noted_validation,
 )
-from mcore_ckpt.megatron.curves import show
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.save.async_queue import AsyncRequest
 from mcore_ckpt.save.planner import SaveRequest, Structure, check_hint
@@ -312,7 +314,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         loaded: list[dict[str, Any]] = []
 
         def load() -> dict[Identity, int]:
-            with self._one_save(directory_to_read(checkpoint_dir, self.options)) as reader:
+            goes_back = self.options.on_damaged == "go_back"
+            with self._one_save(directory_to_read(named, self.options) if goes_back else named) as reader:
                 reader.ranks = 1 if call is not None and call.is_distributed else ranks_that_load_here()
                 reader.parameters = None if call is None else call.buckets
                 if call is not None:
@@ -321,7 +324,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             return {identity_of(reader.index.manifest, ()): group.rank}
 
         with MegatronErrors():
-            check = partial(check_ranks, checkpoint_path(checkpoint_dir))
+            named = checkpoint_path(checkpoint_dir)
+            check = partial(check_ranks, named)
             # The first rank that has opened a save stands for it: merged up the tree, the first has the lower ranks.
             group.run_merged("load", load, lambda first, second: {**second, **first}, check, wrap=LoadError)
             if call is not None:
@@ -372,14 +376,11 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         self._reader = reader
         return reader
 
-    def _open(self, checkpoint_dir: _Path) -> CheckpointReader:
-        return self._opened(directory_to_read(checkpoint_dir, self.options))
-
     @without_modes()
     def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
         """What tensors the checkpoint holds: key -> Megatron `ShardedTensor` of the global shape, without data."""
         with MegatronErrors():
-            index = (reader := self._open(checkpoint_dir)).index
+            index = (reader := self._opened(directory_to_read(checkpoint_dir, self.options))).index
             tensors = {key: (entry.dtype, entry.shape) for key, entry in index.tensors.items()}
             if _reads_buckets():
                 from mcore_ckpt.format.parameter_table import stored_tables, tensors_of_buckets
@@ -397,7 +398,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         """What tensors and objects the checkpoint holds, as `load_tensors_metadata`; objects by their unique key."""
         with MegatronErrors():
             sharded_object = mapping().ShardedObject
-            keys: Iterable[str] = self._open(checkpoint_dir).index.objects
+            keys: Iterable[str] = self._opened(directory_to_read(checkpoint_dir, self.options)).index.objects
             if _reads_buckets():  # what a group of ranks has stored with its buckets, they stand for
                 from mcore_ckpt.format.parameter_table import GROUP_OBJECT
 
@@ -468,11 +469,15 @@ def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
 def _load(reader: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Fill a state dict's tensors, and return it with tensors and objects in place of their descriptions."""
     tensors, sharded_objects = leaves_by_kind(sharded_state_dict)
-    plain, quantized = split_quantized(tensors)
+    plain, quantized, is_quantized = tensors, list[Any](), quantized_test()
+    if is_quantized is not None:
+        quantized = [shard for shard in tensors if shard.data is not None and is_quantized(shard.data)]
+        plain = [shard for shard in tensors if shard.data is None or not is_quantized(shard.data)]
     try:
         with reader.conversions.of_one_load(), reader.files_stay_open():
             read_shards(reader, plain)
-            read_quantized(partial(read_shards, reader), quantized)
+            if quantized:
+                _read_quantized(reader, quantized)
             stored = reader.read_objects((leaf.unique_key for leaf in sharded_objects), own_version)
     except LoadError as error:
         error.args = (f"{error}{_advice_on(reader, tensors, sharded_objects)}",)
@@ -575,27 +580,15 @@ def register_in_megatron() -> None:
 _SCRATCH_BYTES = 64 * 1024 * 1024
 
 
-def split_quantized(shards: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Divide `ShardedTensor`s into those whose data are plain, and those whose data are quantized."""
-    is_quantized = quantized_test()
-    if is_quantized is None:
-        return shards, ()
-    plain: list[Any] = []
-    quantized: list[Any] = []
-    for shard in shards:
-        (quantized if shard.data is not None and is_quantized(shard.data) else plain).append(shard)
-    return plain, quantized
-
-
-def read_quantized(read: Callable[[Sequence[Any]], None], shards: Sequence[Any]) -> None:
-    """Fill `ShardedTensor`s whose data are quantized, each at once; `read` fills plain ones. The running maxima of
-    delayed scaling (`amax`) stay: what is loaded is not what was trained on.
+def _read_quantized(reader: CheckpointReader, shards: Sequence[Any]) -> None:
+    """Fill `ShardedTensor`s whose data are quantized, each at once. The running maxima of delayed scaling (`amax`)
+    stay: what is loaded is not what was trained on.
     """
     for batch in batches(shards, lambda shard: shard.data.numel() * shard.data.dtype.itemsize, _SCRATCH_BYTES):
         scratches = [copy.copy(shard) for shard in batch]
         for scratch, wide in zip(scratches, (shard.data for shard in batch), strict=True):
             scratch.data = torch.empty(tuple(wide.shape), dtype=wide.dtype, device=wide.device)
-        read(scratches)
+        read_shards(reader, scratches)
         for shard, scratch in zip(batch, scratches, strict=True):
             _quantize(shard.data, scratch.data)
 
@@ -607,3 +600,69 @@ def _quantize(quantized: torch.Tensor, wide: torch.Tensor) -> None:
         quantized.copy_(wide)
         if amax is not None and kept is not None:
             amax.copy_(kept)
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+# Megatron-LM's training code makes writers of TensorBoard and of Weights and Biases on its last rank; on others, and in
+# other loops, nothing happens here.
+_GLOBALS = "megatron.training.global_vars"
+# Saves and loads that wait for a writer; of more, nothing is shown.
+_MOST_WAITING = 16
+
+
+class Curves:
+    """Hands scalars to the writers, a save or load at a time, in a thread: one that hangs keeps no save waiting."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._is_at_work = self._has_warned = False
+
+    def show(self, directory: Path, scalars: Mapping[str, float]) -> None:
+        """Hand over the scalars of a save or load of that checkpoint. Never raises, and never waits for a writer."""
+        try:
+            module: Any = sys.modules.get(_GLOBALS)
+            board, wandb = (getattr(module, f"get_{name}_writer", lambda: None)() for name in ("tensorboard", "wandb"))
+            if board is not None or wandb is not None:
+                self._enqueue(partial(_hand_over, board, wandb, iteration_of(directory.name), scalars))
+        except Exception as error:  # noqa: BLE001  (at the end of the interpreter no thread starts)
+            self._warn(f"cannot be given those of {directory} ({type(error).__name__}: {error!s:.300})")
+
+    def _enqueue(self, hand_over: Callable[[], None]) -> None:
+        with self._lock:
+            if len(self._waiting) == _MOST_WAITING:
+                self._warn(f"has not taken those of {_MOST_WAITING} saves and loads")
+                return
+            if not self._is_at_work:
+                threading.Thread(target=self._work, daemon=True).start()
+                self._is_at_work = True
+            self._waiting.append(hand_over)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._is_at_work = bool(self._waiting)
+                if not self._is_at_work:
+                    return
+                hand_over = self._waiting.pop(0)
+            try:
+                hand_over()
+            except Exception as error:  # noqa: BLE001  (of a writer nothing may reach training)
+                self._warn(f"fails ({type(error).__name__}: {error!s:.300})")
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("curves of checkpoints are incomplete: a writer of TensorBoard or wandb %s", problem)
+
+
+def _hand_over(board: Any, wandb: Any, iteration: int | None, scalars: Mapping[str, float]) -> None:
+    if board is not None:
+        for name, value in scalars.items():
+            board.add_scalar(name, value, iteration)
+    if wandb is not None:  # into the step that it is at: it drops what belongs to an earlier one
+        wandb.log(dict(scalars), commit=False)
+
+
+show = Curves().show

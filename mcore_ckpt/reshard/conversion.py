@@ -513,24 +513,16 @@ _OF_A_RUN = ("memory_bytes", "verify", "restart")
 
 @dataclass(frozen=True, slots=True)
 class KeyPlan:
-    """A tensor of the target, or a part of one, and what it is made of.
+    """A tensor of the target, or a part of one, and what it is made of."""
 
-    Attributes:
-        source: key of the tensor that it comes from; with `*` where many have one row.
-        parts: how many of the source's tensors it is put together from, or into how many it is taken apart.
-        target: its key; in brackets the index along axes that count layers and experts.
-        shape: of the tensor on the side that keeps each parameter by itself.
-        decided_by: for a reshard, what tells the axis; `guess` if that is a name or a shape alone.
-    """
-
-    source: str
-    parts: int
+    source: str  # key of the tensor that it comes from; with `*` where many have one row
+    parts: int  # how many of the source's tensors it is put together from, or into how many it is taken apart
     transform: str
-    target: str
-    shape: tuple[int, ...]
+    target: str  # its key; in brackets the index along axes that count layers and experts
+    shape: tuple[int, ...]  # of the tensor on the side that keeps each parameter by itself
     dtype: str
-    decided_by: str = ""
-    guess: bool = False
+    decided_by: str = ""  # for a reshard, what tells the axis
+    guess: bool = False  # that is a name or a shape alone
     note: str = ""
 
 

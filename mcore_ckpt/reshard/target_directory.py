@@ -52,17 +52,12 @@ _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
 class Journal:
-    """The files of a target that are durable, by name.
-
-    Attributes:
-        save_id: of the target.
-        written: results of the files.
-        crcs: CRC-32 of each chunk of the source that stores none, by the target's key and the chunk's position.
-    """
+    """The files of a target that are durable, by name."""
 
     def __init__(self) -> None:
-        self.save_id = secrets.token_bytes(SAVE_ID_BYTES)
+        self.save_id = secrets.token_bytes(SAVE_ID_BYTES)  # of the target
         self.written: dict[str, WrittenFile] = {}
+        # CRC-32 of each chunk of the source that stores none, by the target's key and the chunk's position.
         self.crcs: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 

@@ -72,25 +72,18 @@ class ItemRow:
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """One data file: how many items and bytes of either half it holds, and where these lie.
-
-    Attributes:
-        size_bytes: as found on the disk; None if the file is missing.
-        tensor_data, bytes_data: `[start, stop)` of the region from the first to the last item of that half.
-        unused_bytes: bytes of the file in no item (padding, footer), where several may share bytes; None if the file is
-            missing.
-    """
+    """One data file: how many items and bytes of either half it holds, and where these lie."""
 
     file: str
     rank: int | None
-    size_bytes: int | None
+    size_bytes: int | None  # as found on the disk; None if the file is missing
     tensors: int
     tensor_bytes: int
-    tensor_data: tuple[int, int] | None
+    tensor_data: tuple[int, int] | None  # `[start, stop)` from the first to the last item
     objects: int
     object_bytes: int
     bytes_data: tuple[int, int] | None
-    unused_bytes: int | None
+    unused_bytes: int | None  # bytes of the file in no item (padding, footer); None if it is missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,17 +352,11 @@ _VERSIONS: Final = "ranks that claim to hold replicas hold other objects"
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """What a save has otherwise than the one before it, for the first time.
+    """What a save has otherwise than the one before it, for the first time."""
 
-    Attributes:
-        checkpoint: name of the save's directory.
-        key: of the tensor or object.
-        what: in words.
-    """
-
-    checkpoint: str
-    key: str
-    what: str
+    checkpoint: str  # name of the save's directory
+    key: str  # of the tensor or object
+    what: str  # in words
 
     def __str__(self) -> str:
         return f"{self.checkpoint}: {self.key}: {self.what}"
@@ -370,17 +364,12 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class LineageReport:
-    """Attributes:
-    path: of the run.
-    checkpoints: names of those that were compared, each with the next.
-    departures: in the order of saves.
-    unknown: tensors of them without a fingerprint, and objects without a checksum, as stock saves them.
-    """
+    """What the saves of a run in `path` have otherwise than those before them."""
 
     path: str
-    checkpoints: tuple[str, ...]
-    departures: tuple[Departure, ...]
-    unknown: int
+    checkpoints: tuple[str, ...]  # names of those that were compared, each with the next
+    departures: tuple[Departure, ...]  # in the order of saves
+    unknown: int  # tensors of them without a fingerprint, and objects without a checksum, as stock saves them
 
 
 class _Held(NamedTuple):
