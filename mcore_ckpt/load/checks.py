@@ -31,12 +31,7 @@ from mcore_ckpt.format.index import (
 )
 from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, TABLE_HEAD, Columns, FileFooter, split_metadata
 from mcore_ckpt.format.item import Forms, element_bytes, locate_tensor
-from mcore_ckpt.format.metadata_read import (
-    METADATA_FILE,
-    checked_footer,
-    parse_index,
-    read_small_file,
-)
+from mcore_ckpt.format.metadata_read import METADATA_FILE, checked_footer, parse_index, read_small_file
 from mcore_ckpt.format.safe_pickle import refused_classes
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.ranges import WINDOW_BYTES, Extent, ReadPolicy, Span, coalesce
@@ -447,10 +442,7 @@ def pickle_differs(path: str | Path) -> str | None:
     if manifest is None or manifest.columns is None:
         return None
     ours, others = parse_index(data, str(directory)), parse_index(pickled, str(directory))
-    for kind, own, other in (
-        ("tensor", ours.tensors, others.tensors),
-        ("object", ours.objects, others.objects),
-    ):
+    for kind, own, other in (("tensor", ours.tensors, others.tensors), ("object", ours.objects, others.objects)):
         for key in dict.fromkeys((*own, *other)):
             said = [_without_crcs(entries[key]) if key in entries else None for entries in (own, other)]
             if said[0] != said[1]:

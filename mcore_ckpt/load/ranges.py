@@ -258,11 +258,7 @@ def split_box(outer_sizes: Sequence[int], box: Box, elem_bytes: int, policy: Rea
 
 
 def _joined_from(
-    sizes: Sequence[int],
-    stride_bytes: Sequence[int],
-    span_bytes: Sequence[int],
-    elem_bytes: int,
-    policy: ReadPolicy,
+    sizes: Sequence[int], stride_bytes: Sequence[int], span_bytes: Sequence[int], elem_bytes: int, policy: ReadPolicy
 ) -> int:
     """First dimension of the innermost block that is read as one, gaps included."""
     wanted_bytes = elem_bytes

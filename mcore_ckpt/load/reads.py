@@ -201,12 +201,7 @@ def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
 
 
 def place_box(
-    memory: ReadBuffer,
-    at: int,
-    read_box: Box,
-    chunk_sizes: Sequence[int],
-    stored_dtype: torch.dtype,
-    want: Want,
+    memory: ReadBuffer, at: int, read_box: Box, chunk_sizes: Sequence[int], stored_dtype: torch.dtype, want: Want
 ) -> None:
     """Copy what is requested of `read_box` (relative to the chunk), whose bytes lie at `at` of a buffer, with gaps."""
     overlap = intersect(read_box, want.box)

@@ -377,11 +377,7 @@ class PayloadSums:
     """
 
     def __init__(
-        self,
-        payload_bytes: int,
-        crc: int,
-        running: Sequence[int],
-        damaged: Callable[[int, int, int, int], Exception],
+        self, payload_bytes: int, crc: int, running: Sequence[int], damaged: Callable[[int, int, int, int], Exception]
     ) -> None:
         self._payload_bytes = payload_bytes
         self._block_bytes = BLOCK_BYTES if running else max(1, payload_bytes)

@@ -36,7 +36,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
@@ -162,43 +162,16 @@ def _warn_of_patched_methods() -> None:
 
 
 def _replace_all() -> None:
-    # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
-    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy, register_in_megatron
-
-    # Name in the contract -> what makes the replacement, of Megatron's own.
-    replacements: dict[str, Callable[[Any], Any]] = {
-        "strategies.torch.TorchDistSaveShardedStrategy": lambda _: TorchDistSaveStrategy,
-        "strategies.torch.TorchDistLoadShardedStrategy": lambda _: TorchDistLoadStrategy,
-        # Called by Megatron at every look-up, to put the stock strategies into its registry.
-        "strategies.torch.register_default_torch_strategies": lambda _: register_in_megatron,
-        "strategies.torch.get_async_strategy": async_strategy_source,
-        "strategies.common.TorchCommonSaveStrategy.save_common": lambda _: as_method(save_common),
-        "strategies.common.TorchCommonLoadStrategy.load_common": lambda _: as_method(load_common_in_place),
-        "strategies.common.save_common": lambda _: save_common,
-        "strategies.common.load_common": lambda _: load_common_in_place,
-        "strategies.async_utils.AsyncCallsQueue": served,
-        "strategies.filesystem_async.FileSystemWriterAsync": lambda _: FileSystemWriterAsync,
-        "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.apply_saving_parallelization": distributing,
-        "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.load": synced_load,
-        "exchange_utils.determine_main_replica_uniform_distribution": as_agreed,
-        "serialization.save": partial(around_save, TorchDistSaveStrategy),
-        "serialization.load": around_load,
-        "serialization.load_common_state_dict": lambda _: load_common_state_dict,
-        "serialization.remove_sharded_tensors": lambda _: _remove_sharded_tensors,
-        "core.save_config": lambda _: save_config,
-        "core.maybe_load_config": config_in_place,
-        "validation.determine_global_metadata": noting,
-        "validation.validate_sharding_integrity": checking,
-        "validation.save_integrity_manifest": with_own_files,
-    }
     _check_contract()
     _warn_of_patched_methods()
     supply(patches)
-    used = [name for name in CONTRACT if name.use == "replaced" and name.belongs_to(megatron_version()[:2])]
-    found = ((name, owner, name.name.rpartition(".")[2]) for name in used if (owner := owner_of(name)) is not None)
-    patches.replace_all(
-        (owner, attribute, replacements[str(name)](getattr(owner, attribute))) for name, owner, attribute in found
-    )
+    found = []
+    for name in CONTRACT:
+        if name.made is None or not name.belongs_to(megatron_version()[:2]) or (owner := owner_of(name)) is None:
+            continue
+        attribute = name.name.rpartition(".")[2]
+        found.append((owner, attribute, name.made(getattr(owner, attribute))))
+    patches.replace_all(found)
     change_when_imported()
     if has_nvrx() and (core := nvrx_core()) is not None:
         served(core.AsyncCallsQueue)
@@ -451,13 +424,13 @@ def _certify_module(name: str, names: tuple[str, str, str]) -> None:
     if f"{name}.{load}" in patches.replaced() or not all(hasattr(module, one) for one in names):
         return
     stock = dict(zip(_CERTIFIED[TRAINING], (getattr(module, one) for one in names), strict=True))
-    for key, one in zip(stock, names[:2], strict=False):
-        patches.replace(module, one, _noting(key, stock[key]))
-    patches.replace(module, load, _certified(stock, module))
+    changes = [(module, one, _noting(key, stock[key])) for key, one in zip(stock, names[:2], strict=False)]
+    changes.append((module, load, _certified(stock, module)))
     for other in list(sys.modules.values()):  # its own, where the module has another by now
         held: Any = getattr(other, "__dict__", {}).get(load)
-        if getattr(held, "__globals__", None) is vars(module):
-            patches.replace(other, load, _certified({**stock, "load_checkpoint": held}, module))
+        if getattr(held, "__globals__", None) is vars(module) and held is not stock["load_checkpoint"]:
+            changes.append((other, load, _certified({**stock, "load_checkpoint": held}, module)))
+    patches.replace_all(changes)
 
 
 def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -568,7 +541,7 @@ class Name:
 
     module: str  # below `megatron.core.dist_checkpointing`
     name: str  # of a function, class, or method (`Class.method`)
-    use: Literal["replaced", "called"]
+    made: Callable[[Any], Any] | None = None  # of it what replaces it; None: this package calls it
     since: Version = (0, 12)  # first version of megatron-core, major and minor, of which it is used
     until: Version = _ALWAYS  # last one
     absence: str = ""  # what is lost without it; empty if it is needed
@@ -581,63 +554,79 @@ class Name:
         return f"{self.module}.{self.name}"
 
 
+def _strategy(name: str) -> Any:
+    from mcore_ckpt.megatron import strategy  # (which imports Megatron)
+
+    return getattr(strategy, name)
+
+
 _REGISTRY: Version = (0, 16)  # the last version with a registry of strategies
 _OURS = "asynchronous saves use the queue and the requests of mcore_ckpt"
 
 CONTRACT: tuple[Name, ...] = (
-    Name("strategies.torch", "TorchDistSaveShardedStrategy", "replaced"),
-    Name("strategies.torch", "TorchDistLoadShardedStrategy", "replaced"),
-    Name("strategies.torch", "register_default_torch_strategies", "replaced", until=_REGISTRY),
-    Name("strategies.base", "register_default_strategy", "called", until=_REGISTRY),
-    Name("strategies.base", "StrategyAction", "called", until=_REGISTRY),
-    Name("strategies.base", "AsyncSaveShardedStrategy", "called", until=_REGISTRY),
-    Name("strategies.base", "LoadShardedStrategy", "called", until=_REGISTRY),
-    Name("strategies.common", "TorchCommonSaveStrategy.save_common", "replaced", until=_REGISTRY),
-    Name("strategies.common", "TorchCommonLoadStrategy.load_common", "replaced", until=_REGISTRY),
-    Name("strategies.common", "save_common", "replaced", since=(0, 17)),
-    Name("strategies.common", "load_common", "replaced", since=(0, 17)),
-    Name("serialization", "save", "replaced"),
-    Name("serialization", "load", "replaced"),
-    Name("serialization", "load_common_state_dict", "replaced", since=(0, 19)),
-    Name("serialization", "remove_sharded_tensors", "replaced", since=(0, 17)),
-    Name("core", "save_config", "replaced"),
-    Name("core", "maybe_load_config", "replaced"),
-    Name("core", "CheckpointingConfig", "called"),
-    Name("core", "CheckpointingException", "called"),
-    Name("validation", "verify_checkpoint", "called", since=(0, 17)),
-    Name("validation", "determine_global_metadata", "replaced"),
-    Name("validation", "validate_sharding_integrity", "replaced"),
+    Name("strategies.torch", "TorchDistSaveShardedStrategy", lambda _: _strategy("TorchDistSaveStrategy")),
+    Name("strategies.torch", "TorchDistLoadShardedStrategy", lambda _: _strategy("TorchDistLoadStrategy")),
+    Name(
+        "strategies.torch",
+        "register_default_torch_strategies",
+        lambda _: _strategy("register_in_megatron"),
+        until=_REGISTRY,
+    ),
+    Name("strategies.base", "register_default_strategy", until=_REGISTRY),
+    Name("strategies.base", "StrategyAction", until=_REGISTRY),
+    Name("strategies.base", "AsyncSaveShardedStrategy", until=_REGISTRY),
+    Name("strategies.base", "LoadShardedStrategy", until=_REGISTRY),
+    Name("strategies.common", "TorchCommonSaveStrategy.save_common", lambda _: as_method(save_common), until=_REGISTRY),
+    Name(
+        "strategies.common",
+        "TorchCommonLoadStrategy.load_common",
+        lambda _: as_method(load_common_in_place),
+        until=_REGISTRY,
+    ),
+    Name("strategies.common", "save_common", lambda _: save_common, since=(0, 17)),
+    Name("strategies.common", "load_common", lambda _: load_common_in_place, since=(0, 17)),
+    Name("serialization", "save", lambda stock: around_save(_strategy("TorchDistSaveStrategy"), stock)),
+    Name("serialization", "load", around_load),
+    Name("serialization", "load_common_state_dict", lambda _: load_common_state_dict, since=(0, 19)),
+    Name("serialization", "remove_sharded_tensors", lambda _: _remove_sharded_tensors, since=(0, 17)),
+    Name("core", "save_config", lambda _: save_config),
+    Name("core", "maybe_load_config", config_in_place),
+    Name("core", "CheckpointingConfig"),
+    Name("core", "CheckpointingException"),
+    Name("validation", "verify_checkpoint", since=(0, 17)),
+    Name("validation", "determine_global_metadata", noting),
+    Name("validation", "validate_sharding_integrity", checking),
     Name(
         "validation",
         "save_integrity_manifest",
-        "replaced",
+        with_own_files,
         since=(0, 17),
         absence="integrity.json of --verify-integrity is written by Megatron, of all files of the directory",
     ),
-    Name("strategies.fully_parallel", "FullyParallelSaveStrategyWrapper.apply_saving_parallelization", "replaced"),
-    Name("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.load", "replaced"),
-    Name("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects", "called"),
-    Name("exchange_utils", "determine_main_replica_uniform_distribution", "replaced"),
-    Name("exchange_utils", "ShardDistribution", "called"),
-    Name("exchange_utils", "_shard_size", "called"),
-    Name("utils", "_sharded_tensor_shard_id", "called"),
-    Name("utils", "_sharded_object_id", "called"),
-    Name("dict_utils", "diff", "called"),
-    Name("mapping", "ShardedTensor", "called"),
-    Name("mapping", "ShardedObject", "called"),
+    Name("strategies.fully_parallel", "FullyParallelSaveStrategyWrapper.apply_saving_parallelization", distributing),
+    Name("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.load", synced_load),
+    Name("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects"),
+    Name("exchange_utils", "determine_main_replica_uniform_distribution", as_agreed),
+    Name("exchange_utils", "ShardDistribution"),
+    Name("exchange_utils", "_shard_size"),
+    Name("utils", "_sharded_tensor_shard_id"),
+    Name("utils", "_sharded_object_id"),
+    Name("dict_utils", "diff"),
+    Name("mapping", "ShardedTensor"),
+    Name("mapping", "ShardedObject"),
     Name(
         "strategies.torch",
         "get_async_strategy",
-        "replaced",
+        async_strategy_source,
         since=(0, 17),
         absence="training code that imports nvidia-resiliency-ext by itself finds its names, which are supplied",
     ),
-    Name("strategies.async_utils", "AsyncCallsQueue", "replaced", absence=_OURS),
-    Name("strategies.async_utils", "AsyncRequest", "called", absence=_OURS),
+    Name("strategies.async_utils", "AsyncCallsQueue", served, absence=_OURS),
+    Name("strategies.async_utils", "AsyncRequest", absence=_OURS),
     Name(
         "strategies.filesystem_async",
         "FileSystemWriterAsync",
-        "replaced",
+        lambda _: FileSystemWriterAsync,
         absence="code that writes through DCP finds the writer in mcore_ckpt or in nvidia-resiliency-ext",
     ),
 )
@@ -676,8 +665,7 @@ def _software() -> list[Finding]:
         is_too_old = find_spec("megatron") is not None
         remark = str(error) if is_too_old else "torch.distributed.checkpoint is served without it"
         return [*found, Finding("megatron-core", "not served", remark, is_too_old)]
-    newest = tuple(map(int, TESTED_VERSIONS[-1].split(".")[:2]))
-    remark = f"tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}" if version > newest else "tested"
+    remark = f"tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}" if version > NEWEST_TESTED else "tested"
     found.append(Finding("megatron-core", installed_version_text(), remark))
     if not has_nvrx():
         return [*found, Finding("nvidia-resiliency-ext", "not installed", "what Megatron imports of it is supplied")]
@@ -715,6 +703,6 @@ def _contract() -> Iterator[Finding]:
             if not name.belongs_to(version):
                 continue
             if owner_of(name) is not None:
-                yield Finding(str(name), f"{name.use} by mcore_ckpt")
+                yield Finding(str(name), f"{'called' if name.made is None else 'replaced'} by mcore_ckpt")
             else:
                 yield Finding(str(name), "missing", name.absence or "install() refuses", is_wrong=not name.absence)

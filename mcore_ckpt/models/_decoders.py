@@ -129,9 +129,7 @@ def predicting(rows: tuple[Row, ...]) -> tuple[Row, ...]:
         row("output_layer.weight", f"{_THERE}shared_head.head.weight [vocab, hidden]", how="copy", when="untied"),
         *(
             replace(
-                one,
-                megatron=one.megatron.replace(_HERE, layer),
-                engine=one.engine and one.engine.replace(_HERE, layer),
+                one, megatron=one.megatron.replace(_HERE, layer), engine=one.engine and one.engine.replace(_HERE, layer)
             )
             for one in rows
             if one.megatron.startswith(_HERE)
@@ -256,10 +254,5 @@ LATENT_SETTINGS = (
 
 DECODER_RULES = rules("decoder", "layers alike", "rotary")
 SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
-DECODER = functools.partial(
-    Family,
-    settings=DECODER_SETTINGS,
-    rules=DECODER_RULES,
-    allowed=SILU,
-)
+DECODER = functools.partial(Family, settings=DECODER_SETTINGS, rules=DECODER_RULES, allowed=SILU)
 """A family of decoders with rotary embedding, RMS norms and a gated MLP, but for what it says otherwise."""

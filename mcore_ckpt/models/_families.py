@@ -361,9 +361,7 @@ _GPT_OSS_ROWS = (
         how="pairs of all experts",
     ),
     in_layer(
-        f"{EXPERTS}linear_fc2.weight",
-        "mlp.experts.down_proj [experts, expert ffn, hidden]",
-        how="of all experts",
+        f"{EXPERTS}linear_fc2.weight", "mlp.experts.down_proj [experts, expert ffn, hidden]", how="of all experts"
     ),
     in_layer(f"{EXPERTS}linear_fc2.bias", "mlp.experts.down_proj_bias [experts, hidden]", how="of all experts"),
 )

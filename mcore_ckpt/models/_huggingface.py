@@ -177,11 +177,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions, derived: Stored
             config=config,
             arguments=arguments,
             notes=tuple(notes),
-            left_out=(
-                *([f"{optimizer} keys of the optimizer's state"] * (optimizer > 0)),
-                *left_out,
-                *asked.left_out,
-            ),
+            left_out=(*([f"{optimizer} keys of the optimizer's state"] * (optimizer > 0)), *left_out, *asked.left_out),
         ),
         carry=lambda target: _write_model_files(target, config, tensors, asked.companions),
         carried=(*asked.companions, CONFIG, _GENERATION_CONFIG),

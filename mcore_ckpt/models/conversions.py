@@ -39,14 +39,7 @@ from mcore_ckpt.models._foreign import (
 from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._legacy import legacy_import
 from mcore_ckpt.models._megatron_fsdp import import_fsdp
-from mcore_ckpt.reshard.conversion import (
-    Conversion,
-    ConversionReport,
-    KeyPlan,
-    SourceFiles,
-    convert,
-    in_dtype,
-)
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, convert, in_dtype
 from mcore_ckpt.reshard.merge import merged
 from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, MergeOptions, ReshardOptions, rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
@@ -54,12 +47,7 @@ from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.reshard import opened, reshard_conversion, target_layout
 from mcore_ckpt.reshard.target_directory import begun_work, refuse_target, remove_begun
 from mcore_ckpt.reshard.view import FilePayloads, FileRange
-from mcore_ckpt.reshard.weight_files import (
-    Exported,
-    encode_state,
-    plan_safetensors,
-    plan_torch_files,
-)
+from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors, plan_torch_files
 from mcore_ckpt.save.jobs import work_for_trainer
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory

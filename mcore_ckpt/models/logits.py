@@ -153,11 +153,7 @@ def _transformers_logits(directory: Path, narrow: str | None) -> tuple[Any, Any]
 
 
 def _megatron_logits(
-    index: CheckpointIndex,
-    arguments: Mapping[str, Any],
-    engine_keys: Mapping[str, str],
-    ids: Any,
-    narrow: str | None,
+    index: CheckpointIndex, arguments: Mapping[str, Any], engine_keys: Mapping[str, str], ids: Any, narrow: str | None
 ) -> Any:
     """What Megatron-Core makes of them, `[batch, sequence, padded vocabulary]`."""
     import torch

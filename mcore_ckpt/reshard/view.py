@@ -91,10 +91,7 @@ def as_stored(entry: TensorEntry) -> TensorView:
 
 
 def view_index(
-    base: CheckpointIndex,
-    tensors: Mapping[str, TensorView],
-    objects: Mapping[str, bytes],
-    kept_objects: Iterable[str],
+    base: CheckpointIndex, tensors: Mapping[str, TensorView], objects: Mapping[str, bytes], kept_objects: Iterable[str]
 ) -> tuple[CheckpointIndex, ChunkSlices]:
     """The index of a view with `tensors` by requested key, and the slice of `base` behind each of its chunks; with new
     `objects` (archives of `torch.save` by full key). `kept_objects`: stored ones that stay.
