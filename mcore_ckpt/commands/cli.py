@@ -30,20 +30,8 @@ from mcore_ckpt.core.team import team_of_launcher
 
 Container = argparse._ActionsContainer  # noqa: SLF001  (a parser, or a group of its arguments)
 
-DONE: Final = 0
-"""Done, identical, or valid."""
-
-DIFFERS: Final = 1
-"""Different, or damaged."""
-
-FAILED: Final = 2
-"""Bad usage, or something that cannot be read or written."""
-
-INTERNAL: Final = 70
-"""A mistake of this package: `EX_SOFTWARE` of sysexits.h."""
-
-INTERRUPTED: Final = 130
-"""Ctrl-C."""
+# Exit codes, as above; a mistake of this package has `EX_SOFTWARE` of sysexits.h.
+DONE, DIFFERS, FAILED, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
 
 
 @dataclass(frozen=True, slots=True)

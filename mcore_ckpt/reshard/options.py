@@ -136,10 +136,7 @@ _ALIASES: Final = {
     "ep": "--target-expert-parallel-size",
     "etp": "--target-expert-tensor-parallel-size",
 }
-_MIN_MEMORY_BYTES: Final = 384 * 1024**2
-"""The process itself and the smallest buffers."""
-
-
+_MIN_MEMORY_BYTES: Final = 384 * 1024**2  # the process itself and the smallest buffers
 ALLOW_WHOLE: Final = "keep whole what these sizes do not divide; without it, that is an error"
 
 
@@ -258,6 +255,7 @@ def kinds_of(cls: type[ConversionOptions], name: str) -> tuple[str, ...]:
     return () if len(kinds) == len(cls.TAKES) else kinds
 
 
+_RENAME = "file of lines: key pattern (regular expression), replacement or `-` to drop the key"
 _FAMILY = "the model's family, or FILE.toml with its table; auto: as"
 _MTP = "take layers along that predict further tokens (mtp_num_layers, num_nextn_predict_layers), if there are any"
 _SIZE = "default: 1; with megatron-legacy that of SRC"
@@ -280,21 +278,15 @@ class ImportOptions(ConversionOptions):
     ep: int | None = option(None, f"expert parallel size ({_SIZE})", metavar="N")
     etp: int | None = option(None, "tensor parallel size of experts (default: as --tp)", metavar="N")
     allow_whole: bool = option(False, ALLOW_WHOLE)
-    rename: tuple[RenameRule, ...] = option(
-        (), "file of lines: key pattern (regular expression), replacement or `-` to drop the key", metavar="RULES"
-    )
-    rules: tuple[PartitionRule, ...] = option(
-        (), "partition rules, as for reshard; they see the new keys", metavar="FILE"
-    )
+    rename: tuple[RenameRule, ...] = option((), _RENAME, metavar="RULES")
+    rules: tuple[PartitionRule, ...] = option((), "partition rules, as for reshard, of the new keys", metavar="FILE")
     common: str | None = option(None, "common.pt to take along (default: an empty one)", metavar="FILE")
     hf_config: str | None = option(
         None,
         "directory with the model's config.json (default: SRC; dcp without it has Megatron's own names)",
         metavar="DIR",
     )
-    arch: str = option(
-        "auto", "the model's family, or FILE.toml with its table; auto: as config.json says", metavar="FAMILY"
-    )
+    arch: str = option("auto", f"{_FAMILY} config.json says", metavar="FAMILY")
     transformer_impl: Literal["transformer_engine", "local"] = option(
         "transformer_engine",
         "as of the job, whose layers call some parameters differently",
@@ -330,15 +322,9 @@ class ExportOptions(ConversionOptions):
         flag="--max-shard-size",
         metavar="SIZE",
     )
-    rename: tuple[RenameRule, ...] = option(
-        (), "file of lines: key pattern (regular expression), replacement or `-` to drop the key", metavar="RULES"
-    )
+    rename: tuple[RenameRule, ...] = option((), _RENAME, metavar="RULES")
     only: str | None = option(None, "keys to carry (shell pattern, or a part of the key)", metavar="PATTERN")
-    arch: str = option(
-        "auto",
-        "the model's family, or FILE.toml with its table; auto: as arguments or config.json say",
-        metavar="FAMILY",
-    )
+    arch: str = option("auto", f"{_FAMILY} arguments or config.json say", metavar="FAMILY")
     hf_config: str | None = option(
         None, "directory to take config.json and tokenizer files from; checked against shapes", metavar="DIR"
     )
@@ -377,11 +363,7 @@ class MergeOptions(ConversionOptions):
     rules: tuple[PartitionRule, ...] = option((), "partition rules, as for reshard", metavar="FILE")
     allow_whole: bool = option(False, ALLOW_WHOLE)
     max_shard_bytes: int = option(5 * 1000**3, "as for export (default: 5G)", flag="--max-shard-size", metavar="SIZE")
-    arch: str = option(
-        "auto",
-        "the model's family, or FILE.toml with its table; auto: as arguments or config.json say",
-        metavar="FAMILY",
-    )
+    arch: str = option("auto", f"{_FAMILY} arguments or config.json say", metavar="FAMILY")
     hf_config: str | None = option(None, "directory to take config.json and tokenizer files from", metavar="DIR")
     vocab_size: int | None = option(None, "tokens of the model, as for export", metavar="N")
     rope_forwarded: bool = option(False, "as for export")

@@ -8,12 +8,12 @@ The source is only read. An interrupted run is resumed by the same call.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
@@ -43,7 +43,7 @@ from mcore_ckpt.reshard.conversion import (
     in_dtype,
     replaced_error,
 )
-from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, PartitionRule, ReshardOptions
+from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.reshard.target_directory import Target
@@ -68,48 +68,21 @@ def reshard_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int = 1,
-    etp: int | None = None,
-    rules: str | os.PathLike[str] | Sequence[PartitionRule] = (),
-    allow_whole: bool = False,
-    only: str | None = None,
-    optimizer_layout: Literal["fully_reshardable"] | None = None,
-    dtype: str | None = None,
-    drop_optimizer: bool = False,
-    workers: int = 2,
-    memory_bytes: int | str = 1024**3,
-    verify: bool = True,
-    restart: bool = False,
     dry_run: bool = False,
     progress: bool | None = False,
+    **options: Any,
 ) -> ConversionReport:
     """Make `target`, the checkpoint in `source` under another parallel layout.
-
-    With `optimizer_layout`, and without `tp` and `pp`, the layout that the checkpoint has is taken over.
 
     Args:
         source: directory of a checkpoint, or of a run whose tracker file names one; never written to.
         target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
             If `source` is a run, `target` becomes one: the checkpoint is `target/iter_0001000`. A checkpoint called
             `iter_0001000` gets a tracker file next to it, unless one there names a later iteration.
-        tp: tensor parallel size; 1 if only `pp` is given.
-        pp: pipeline parallel size; 1 if only `tp` is given.
-        ep: expert parallel size.
-        etp: tensor parallel size of experts; None: as `tp`.
-        rules: partition rules, or a file of lines: key pattern (regular expression), axis or `whole`, `x2` for halves.
-        allow_whole: keep whole what these sizes do not divide; without it, that is an error.
-        only: keys to carry (shell pattern, or a part of the key).
-        optimizer_layout: give the optimizer's state this layout, which loads under any division of the model.
-        dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
-        drop_optimizer: leave the optimizer's state out.
-        workers: threads, each of which writes files of its own; so each rank has as many files, or more.
-        memory_bytes: memory to stay within; also as text, such as `512MiB`.
-        verify: compare the target with the source by checksum before it appears.
-        restart: throw away what an interrupted run has left, instead of resuming it.
         dry_run: write nothing; the report has a row for each tensor.
         progress: show bars; None: if standard error is a terminal.
+        options: fields of `ReshardOptions`, such as `tp=4, pp=2`; `mcore-ckpt reshard --help` says what each does. With
+            `optimizer_layout="fully_reshardable"` alone the parallel layout stays.
 
     Raises:
         OptionError: it cannot be done as asked; nothing has been written.
@@ -118,11 +91,10 @@ def reshard_checkpoint(
         ChecksumError: a damaged source, or a target that is not what was written; the target does not appear.
         SaveError: the target cannot be written; in a file system what is done is kept for the next run.
         LoadError: a save has replaced the checkpoint in `source` meanwhile; the target does not appear.
+        TypeError: there is no such option.
     """
-    given = locals()
-    options = ReshardOptions(**{option.name: given[option.name] for option in fields(ReshardOptions)})
-    places = places_of(source, target, same_format=True)
-    return convert(partial(plan_reshard, places.source), places, options, dry_run=dry_run, progress=progress)
+    how, places = ReshardOptions(**options), places_of(source, target, same_format=True)
+    return convert(partial(plan_reshard, places.source), places, how, dry_run=dry_run, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
