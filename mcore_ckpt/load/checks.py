@@ -432,10 +432,7 @@ def check_item(
 
 
 def pickle_differs(path: str | Path) -> str | None:
-    """What the pickle in the `.metadata` of the checkpoint in `path` says otherwise than its columns; None if nothing.
-
-    Others read the pickle, this package the columns. Raises as `read_index`.
-    """
+    """What the pickle in `.metadata`, which others read, says otherwise than its columns; None if nothing."""
     directory = checkpoint_path(path)
     data = read_small_file(directory, METADATA_FILE)
     pickled, manifest = split_metadata(data, str(directory / METADATA_FILE))

@@ -163,10 +163,7 @@ class Span(NamedTuple):
 
 
 class ChunkPart(NamedTuple):
-    """A box of a stored chunk that is read at once: bytes `[start, stop)` of the chunk's payload.
-
-    The box is relative to the chunk, in elements. Gaps between its runs are part of `[start, stop)`.
-    """
+    """A box of a stored chunk, in its elements: bytes `[start, stop)` of its payload, read at once, gaps included."""
 
     box: Box
     start: int
@@ -209,11 +206,8 @@ def coalesce(extents: Iterable[Extent], policy: ReadPolicy) -> Iterator[Span]:
 
 
 def split_box(outer_sizes: Sequence[int], box: Box, elem_bytes: int, policy: ReadPolicy) -> Iterator[ChunkPart]:
-    """Cut a requested box of a C-contiguous array of `outer_sizes` into pieces, each small enough for one read.
-
-    Rows that lie close together (a slice of a row-parallel weight: short runs at short distances) stay in one piece and
-    are read with what lies between them; rows that lie far apart become pieces of their own. The pieces are disjoint,
-    together `box`, and in order of their bytes. A piece spans a window at most (one element at least).
+    """Cut a requested box of a C-contiguous array into disjoint pieces, in order of their bytes, each a read of a
+    window at most. Rows that lie close together stay in one piece, and are read with what lies between them.
     """
     sizes = tuple(box.sizes)
     if 0 in sizes:
@@ -276,10 +270,8 @@ def _joined_from(
 
 
 def cluster_boxes(outer_sizes: Sequence[int], boxes: Sequence[Box]) -> list[tuple[Box, list[int]]]:
-    """Group the boxes requested of one chunk, so that bytes requested twice are read once.
-
-    Boxes that overlap, or whose bounding box holds few other elements, are read together as that bounding box. Returns
-    it for each group, with the positions of its members in `boxes`; ordered by first byte.
+    """Group boxes of one chunk that overlap, or whose bounding box holds few other elements, to be read as that:
+    bounding box and positions of members, ordered by first byte.
     """
     if len(boxes) == 1:
         return [(boxes[0], [0])]

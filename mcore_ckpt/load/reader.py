@@ -121,12 +121,7 @@ class CheckpointReader:
 
     @property
     def index(self) -> CheckpointIndex:
-        """What the checkpoint holds; read on first use, then kept.
-
-        Raises:
-            CheckpointNotFoundError: no such directory, or no `.metadata` in it.
-            CorruptCheckpointError, UnsafePickleError: `.metadata` cannot be right.
-        """
+        """What the checkpoint holds; read on first use, then kept. Raises `LoadError`."""
         if self._index is None:
             with open_index(self.path, self._rank) as opened:
                 index = read_index(self.path, rank=self._rank, opened=opened)
@@ -148,17 +143,10 @@ class CheckpointReader:
     @without_modes()
     @collector_paused()
     def read_items(self, requests: Iterable[ReadRequest]) -> None:
-        """Fill destinations with slices of global tensors, in any order.
-
-        Each stored byte is read once, however many destinations request it. Memory beyond the destinations stays
-        within a window for each read in flight. When it raises, destinations may be filled in part.
-
-        Raises:
-            MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold
-                what is asked for (`LoadOptions.on_dtype_mismatch`); nothing has been read.
-            CorruptCheckpointError: stored chunks do not hold all of a slice (nothing has been read), or an item is not
-                what the index says.
-            ChecksumError: a record's bytes are not those that were written.
+        """Fill destinations with slices of global tensors, each stored byte read once, a window for each read in
+        flight. Raises `MissingKeyError`, `KindMismatchError`, `ShapeMismatchError` or `DtypeMismatchError` before
+        anything is read; `CorruptCheckpointError` for stored chunks and items that cannot be, `ChecksumError` for bytes
+        that are not as written: some destinations may be filled then.
         """
         with self.conversions.of_one_load(), self._opened() as files:
             plan = LoadPlan(self.index, self.conversions, files.policy)
@@ -180,12 +168,7 @@ class CheckpointReader:
 
     @without_modes()
     def object_bytes(self, fqn: str) -> bytes:
-        """A stored object as `torch.save` made it, checksums compared, not unpickled.
-
-        Raises:
-            MissingKeyError, KindMismatchError: no object is stored under that key.
-            CorruptCheckpointError, ChecksumError: its bytes are not what was written.
-        """
+        """A stored object as `torch.save` made it, checksums compared, not unpickled. Raises `LoadError`."""
         return next(self._object_contents([self._object_entry(fqn)]))[1]
 
     def _object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
@@ -194,12 +177,7 @@ class CheckpointReader:
 
     @without_modes()
     def read_object(self, fqn: str) -> Any:
-        """A stored object, its pickle held to the allow-list.
-
-        Raises:
-            UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
-            MissingKeyError, KindMismatchError, CorruptCheckpointError, ChecksumError: as `object_bytes`.
-        """
+        """A stored object, its pickle held to the allow-list: `UnsafePickleError` otherwise; also as `object_bytes`."""
         return self.read_objects([fqn])[fqn]
 
     @without_modes()

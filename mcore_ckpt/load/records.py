@@ -277,12 +277,9 @@ def missing_key(fqn: str, where: str, keys: Iterable[str], removed: Removed | No
 
 
 def check_apart(index: CheckpointIndex) -> None:
-    """Raise `CorruptCheckpointError` if two items of a checkpoint have a byte in common.
-
-    No writer stores two things in one place: then an offset or a file in the index is not what was written, and the
-    bytes that are there may well be sound, and another shard's. Chunks without elements do not count, since nothing is
-    read for them: DCP knows a chunk by its offsets, so that all empty ones at the end of a tensor (DTensors of more
-    ranks than rows) have the one item that was written last.
+    """Raise `CorruptCheckpointError` if two items of a checkpoint have a byte in common: then the index is not what was
+    written, and bytes may be sound, and another shard's. Chunks without elements, of which DCP stores one, do not
+    count.
     """
     if _are_apart(index):
         return
@@ -370,10 +367,8 @@ def whole_blocks(start: int, stop: int, payload_bytes: int) -> tuple[int, int]:
 
 
 class PayloadSums:
-    """The sums of a payload whose bytes are read in parts, in any order and by any number of threads.
-
-    They are compared block by block, where `running` has its cumulative CRCs; without these it is one block. `damaged`
-    makes the error for bytes [start, stop) of the payload, of what they have and what they should.
+    """The sums of a payload that is read in parts, by any number of threads, compared block by block where `running`
+    has its cumulative CRCs. `damaged` makes the error for bytes [start, stop), of what they have and what they should.
     """
 
     def __init__(

@@ -582,11 +582,8 @@ class LoadPlan:
                 self._add_part(entry, dtype, only, Box((0,) * len(sizes), only.sizes), tensor)
 
     def times_wanted(self, ranks: int) -> dict[str, int]:
-        """How often so many ranks of this host, if each requests as much of a tensor among `items` as this one, request
-        each byte of it.
-
-        No rank tells another what it requests. Where others request none of a tensor, as those of other pipeline stages
-        do, it may be counted here all the same.
+        """How often so many ranks of this host request each byte of a tensor among `items`, if each requests as much as
+        this one: no rank tells another, and those of other pipeline stages may request nothing.
         """
         return {fqn: ranks * wanted // there for fqn, (wanted, there) in self._elems.items()}
 

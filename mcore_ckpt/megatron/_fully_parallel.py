@@ -203,11 +203,8 @@ def flags_of(bits: bytes, number: int) -> _Flags:
 
 
 def distributed(told: Sequence[Sequence[bytes]]) -> tuple[list[bytes], bool]:
-    """The rank that saves each shard, from what all ranks have told (`tell`).
-
-    Returns:
-        For each rank a bit for each of its shards (`flags_of`): whether it saves that. And whether what they save are
-        the group's main replicas, different shards, as all ranks describe them.
+    """For each rank, of what all have told (`tell`), a bit for each of its shards (`flags_of`): whether it saves that.
+    And whether what they save are the group's main replicas, different shards, as all ranks describe them.
     """
     known: dict[bytes, int] = {}
     ranks_of: list[list[int]] = []  # of each kind of rank: those of one kind describe the same

@@ -188,17 +188,9 @@ def current_resume() -> MegatronResume | None:
 def joined_load(
     options: LoadOptions, goes_back: bool, arguments: dict[str, Any], asks_for_buckets: bool = False
 ) -> MegatronLoad:
-    """A call of `load`, to which the other ranks have come, too, unless ranks may load alone.
-
-    Args:
-        options: of this rank.
-        goes_back: it goes back to an older checkpoint if this one is damaged, and has not begun to.
-        arguments: of Megatron's `load` after the directory, by name.
-        asks_for_buckets: this rank asks for the state of a distributed optimizer.
-
-    Raises:
-        OptionError: on all ranks, if their options differ.
-        LoadError: a rank is gone.
+    """A call of `load` with these `arguments`, to which all ranks have come, unless ranks may load alone. `goes_back`:
+    to an older checkpoint, and has not begun to. `OptionError`: on all ranks, if options differ; `LoadError`: one is
+    gone.
     """
     validation = megatron_module("validation")
     strict = validation.parse_strict_flag(arguments.get("strict", validation.StrictHandling.ASSUME_OK_UNEXPECTED))
@@ -287,10 +279,7 @@ def one_save(strategy: Any, strategy_class: type) -> Iterator[MegatronSave]:
 
 
 def _first_group(strategy: Any) -> Callable[[], RankGroup] | None:
-    """The ranks between which a save with this strategy has its first exchange; None if that is of all ranks.
-
-    Where Megatron writes the common state ahead (to 0.18), all meet there. Later, behind a wrapper, its group does.
-    """
+    """The ranks of a save's first exchange; None: all, as to 0.18, where Megatron writes the common state ahead."""
     if not (differences().common_state_is_an_object and dist.is_initialized()):
         return None
     if not isinstance(getattr(getattr(strategy, "base_strategy", None), "options", None), SaveOptions):

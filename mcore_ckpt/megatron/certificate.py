@@ -712,9 +712,8 @@ def certify_resume(
     optimizer: Any,
     result: tuple[Any, ...],
 ) -> None:
-    """Certify what `load_checkpoint` has made of a job, by the calls that it has noted, made again. `stock`: functions
-    of `module`, under Megatron-LM's names; `optimizer`: as it was given; `result`: the iteration, and of Megatron-LM
-    the operations.
+    """Certify what `load_checkpoint` has made of a job, by the calls that it has noted. `stock`: functions of `module`,
+    by Megatron-LM's names; `result`: the iteration, and of Megatron-LM the operations.
     """
     directory, options = load.directory, load.options
     if "generate_state_dict" not in arguments:

@@ -262,10 +262,8 @@ def _collect(values: Iterable[Any], kinds: tuple[type, ...], found: list[Any]) -
 
 
 def _leaves(entry: Any, shape: tuple[int, ...]) -> list[tuple[Any, int, tuple[int, ...]]]:
-    """The stored slice of a parameter of this shape, with its first element in the parameter, and the strides there.
-
-    What a factory makes of a parameter is found by letting it build on a tensor without memory, of which the slices are
-    views; one that copies builds on the numbers of the parameter's elements.
+    """The stored slice of a parameter, its first element there, and its strides. A factory builds on a tensor without
+    memory, of which the slices are views; one that copies builds on the numbers of the elements.
     """
     if hasattr(entry, "local_shape"):
         return [(entry, 0, _strides_of_alike(tuple(entry.local_shape)))]

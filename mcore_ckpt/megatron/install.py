@@ -643,11 +643,7 @@ class Finding:
 
 
 def diagnose(directory: str) -> list[Finding]:
-    """Everything that `install()` would find here, and how checkpoints in `directory` would be written.
-
-    Raises:
-        OSError: the directory cannot be written.
-    """
+    """What `install()` would find here, and how checkpoints in `directory` would be written. `OSError`: they cannot."""
     free = Finding(
         "host memory for staging", f"{free_host_bytes() / 1e9:.1f} GB", "asynchronous saves copy tensors there"
     )

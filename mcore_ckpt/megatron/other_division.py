@@ -256,9 +256,8 @@ def _handed_out(
     wanted: Mapping[int | None, Sequence[Mapping[str, Any]]],
     others: Collection[Any],
 ) -> Any:
-    """The common state as that of a `fully_reshardable` checkpoint of a job with these optimizers, each with the
-    parameter groups that it has: settings that each group of ranks has stored belong to it there. Optimizers of the job
-    without flat buckets keep what is stored of them.
+    """The common state as of a `fully_reshardable` checkpoint of a job with these optimizers: with the parameter groups
+    of each, as stored with its buckets. Optimizers without flat buckets keep what is stored of them.
     """
     if not isinstance(common, dict):
         return common
@@ -383,15 +382,8 @@ def advice_on_states(missing: Collection[str], index: CheckpointIndex) -> str:
 
 
 class BucketReads:
-    """Parameters of a checkpoint whose optimizer state is flat buckets, for loads under any division of the model.
-
-    Args:
-        reader: of the checkpoint.
-        keys: of the parameters that are requested; no others are kept.
-
-    Raises:
-        CorruptCheckpointError: a table is damaged, or two of them contradict each other.
-        MissingKeyError: there is no table of a bucket.
+    """Parameters with these keys whose optimizer state is flat buckets, for loads under any division of the model.
+    `CorruptCheckpointError`: tables are damaged or contradict each other; `MissingKeyError`: a bucket has none.
     """
 
     def __init__(self, reader: CheckpointReader, keys: Collection[str]) -> None:

@@ -79,9 +79,8 @@ def fused_gelu(approximation: str) -> Callable[..., Any]:
 
 
 class Setting(NamedTuple):
-    """A setting that both sides have, each under names of its own: the first is written, the first with a value read.
-    `read` takes the value of either, and checks it. `default`: what a job has that stores none. `size`: what shapes of
-    tensors call it.
+    """A setting under names of either side: the first is written, the first with a value read, and checked by `read`.
+    `default`: of a job that stores none; `size`: what shapes of tensors call it.
     """
 
     hf: str

@@ -272,9 +272,8 @@ class Link(NamedTuple):
 
 @dataclass(slots=True)
 class Relation:
-    """A table unfolded for one model: shapes by key on both sides, and links. `hf` has axes that count several things
-    as several axes; `joined`: shapes as stored, where unlike; `padding`: Megatron's rows without a counterpart;
-    `copies`: keys of Hugging Face that hold what another one does.
+    """A table unfolded for one model: shapes by key, and links. `joined`: shapes as stored, where axes count several
+    things; `padding`: Megatron's rows alone; `copies`: keys of Hugging Face that hold what another one does.
     """
 
     megatron: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -45,10 +45,7 @@ _NEEDED = ("torch", "transformers.models.auto.modeling_auto", "megatron.core.mod
 
 @dataclass(frozen=True, slots=True)
 class LogitsReport:
-    """How far logits are apart: the largest absolute difference, and the largest absolute logit (`scale`).
-
-    `tokens` is the length of each of two sequences; a longer window of attention has no effect in them.
-    """
+    """How far logits of two sequences of so many tokens are apart: the largest difference, and the largest logit."""
 
     difference: float
     scale: float

@@ -432,12 +432,8 @@ def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:
 
 
 class SourceFiles:
-    """The index and the files of the tensors with these keys (default: all, and all objects), as they are now. Files
-    next to them do not say of which save they are: that the index has not been replaced tells. `others`: of sources
-    before this one, which count as well.
-
-    `states`: length, time of change in nanoseconds, and what tells versions apart, by name. Raises
-    `CheckpointNotFoundError` if one is missing.
+    """The index and files of some tensors (default: all, and all objects) as they are now: `states` by name. `others`:
+    sources before this one, which count, too. `CheckpointNotFoundError`: a file is missing.
     """
 
     def __init__(

@@ -54,10 +54,7 @@ _ENDS: Final = 64
 
 
 def merged(sources: Sequence[Opened], options: MergeOptions) -> Derived:
-    """The average of the models of `sources`, and what else of the last one goes along.
-
-    Raises `OptionError` for models that have no average, and as `check_tiled`.
-    """
+    """The average of the models of `sources`, and what else of the last one goes along; raises `OptionError`."""
     weights, last = options.weights_of(len(sources)), sources[-1].index
     tensors = _model(sources[-1])
     for source in sources:

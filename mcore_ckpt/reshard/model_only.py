@@ -61,10 +61,8 @@ def remove_optimizers(
     remove: bool = False,
     saved_last: str | None = None,
 ) -> PruneReport:
-    """Decide which checkpoints of a run can lose the state of their optimizer, and with `remove` remove it. All that
-    `prune_run` would keep stay as they are, and so do incomplete ones, damaged ones, and one on disks of several nodes.
-
-    Args and raises: as `prune_run`. `saved_last` is given by jobs.
+    """Decide which checkpoints of a run can lose their optimizer's state, and with `remove` remove it: none that
+    `prune_run`, with these arguments, would keep, nor incomplete ones. `saved_last` is given by jobs.
     """
     found = prune_run(
         run,
@@ -155,10 +153,8 @@ def _left_by_removal(storage: Storage, index: CheckpointIndex) -> list[str]:
 def _save_over(
     storage: Storage, index: CheckpointIndex, removed: Removed, under_note: Callable[[_Change], str | None]
 ) -> str | None:
-    """Write the model of a checkpoint, and publish it in the place of all its state; or why that must stay. The id of
-    the save stays, but for the names of its files.
-
-    Writing takes long, and a save that begins there meanwhile comes first: the note is made behind it.
+    """Write the model of a checkpoint, and publish it in the place of all its state, under the same save's id; or why
+    that must stay. Writing takes long: the note is made behind it, so that a save which begins there comes first.
     """
     path, journal = checkpoint_path(index.path), Journal()
     journal.save_id = journal.save_id if index.manifest is None else index.manifest.save_id

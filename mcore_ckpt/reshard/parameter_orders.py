@@ -45,10 +45,7 @@ class ParameterBox(NamedTuple):
 
 
 class FlatParameter(NamedTuple):
-    """A parameter of one rank's chunk of the model, and the slices which together are all of it.
-
-    `is_copy`: another rank has the original.
-    """
+    """A parameter of one rank's chunk of the model, and its slices. `is_copy`: another rank has the original."""
 
     name: str
     numel: int
@@ -64,9 +61,8 @@ class BucketOffset(NamedTuple):
 
 
 def places_in_buckets(parameters: Sequence[FlatParameter], sizes: Sequence[int], where: str) -> list[BucketOffset]:
-    """Lay parameters into buckets of `sizes` elements (without padding at their ends), as Megatron-Core does.
-
-    Raises `CorruptCheckpointError` if they do not fill buckets of these sizes.
+    """Lay parameters into buckets of `sizes` elements, as Megatron-Core does; `CorruptCheckpointError`: they do not
+    fit.
     """
     places: list[BucketOffset] = []
     bucket, at = 0, 0

@@ -134,9 +134,8 @@ class ShardedName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """How modules' names and sharded keys of one model of so many layers and experts (0: none) belong together.
-
-    `stacked`: one tensor holds a parameter of all layers. `local_norms`: modules are Megatron's own layers.
+    """How modules' names and sharded keys of a model belong together. `stacked`: one tensor has a parameter of all
+    layers; `local_norms`: modules are Megatron's own layers.
     """
 
     layers: int
@@ -145,10 +144,7 @@ class Stacking:
     local_norms: bool
 
     def sharded(self, name: str, first_layer: int = 0, first_expert: int = 0) -> ShardedName:
-        """The sharded key of a module's parameter, whose numbers count from the first layer and expert it has.
-
-        Raises `OptionError` for parameters that are not known here.
-        """
+        """The sharded key of a module's parameter, whose numbers count from the first ones. Raises `OptionError`."""
         layer = layer_of(name)
         if layer is None:
             if "experts." in name:
@@ -179,9 +175,8 @@ class Stacking:
 
 
 def extra_states(parameters: Iterable[ShardedName], *, engine: bool = False) -> dict[str, list[None]]:
-    """The `_extra_state` objects that Megatron's layers ask for, by full key; without FP8 they hold nothing.
-
-    `engine`: layers are Transformer Engine's, where norms and the core of attention have such objects, too.
+    """The `_extra_state` objects, empty without FP8, that Megatron's layers ask for, by full key. `engine`: Transformer
+    Engine's layers, where norms and the core of attention have some, too.
     """
     found, nothing = dict[str, list[None]](), [None]
     for key, offsets, counts in parameters:
@@ -384,10 +379,8 @@ def divides(fqn: str, shape: Sequence[int], partition: Partition, count: int, vo
 def divide(
     fqn: str, shape: Sequence[int], partition: Partition, count: int, vocabulary: int | None = None
 ) -> list[Box]:
-    """The chunks of a tensor for `count` ranks, in the order of their offsets; together they tile it.
-
-    An axis that does not divide is not divided. `vocabulary` is the number of rows that embedding and output layer have
-    at the target, padding included: each rank's rows are one chunk although the stored tensor is shorter or longer.
+    """The chunks of a tensor for `count` ranks, in order, which tile it; an axis that does not divide is not divided.
+    `vocabulary`: the padded rows of the target's embedding, where each rank's rows are one chunk.
     """
     if partition.boxes is not None:
         return sorted(partition.boxes)
@@ -427,9 +420,8 @@ def _cut(size: int, parts: int, count: int, padded: int | None) -> list[tuple[in
 
 
 def shard_slices(shape: Sequence[int], axis: int | None, parts: int, count: int, rank: int) -> list[tuple[Box, Box]]:
-    """Slices of one rank's shard of a divided tensor, each with the slice of the tensor that it is.
-
-    `axis` is cut into equal `parts`, and each part among `count` ranks. None: each rank has everything.
+    """Slices of one rank's shard, each with the slice of the tensor that it is: `axis` (None: all) in equal `parts`,
+    each of them divided among `count` ranks.
     """
     if axis is None:
         everything = Box((0,) * len(shape), tuple(shape))

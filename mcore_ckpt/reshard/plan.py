@@ -259,10 +259,8 @@ def plan_torch_dist(
     workers: int,
     name_of: Callable[[str], str] = str,
 ) -> TargetPlan:
-    """Plan what imaginary ranks would save. Objects, each with its rank, are copied as they are. `name_of`: the name of
-    a file, by its usual one.
-
-    Blocks of tensors are taken in the order of the source, in parts; each rank has a file for each part.
+    """Plan what imaginary ranks would save: blocks of tensors in the order of the source, in parts, with a file of each
+    rank for each. Objects, each with its rank, stay as they are. `name_of`: the name of a file, by its usual one.
     """
     found, empty = [], []
     for tensor in tensors:
@@ -339,10 +337,7 @@ _SHOWN_KINDS = 5
 
 @dataclass(frozen=True, slots=True)
 class TargetLayout:
-    """Parallel sizes of the target; `etp` are tensor-parallel ranks of experts.
-
-    Ranks count as Megatron's do: tensor parallel fastest, then data, then pipeline.
-    """
+    """Parallel sizes of the target. Ranks count as Megatron's do: tensor parallel fastest, then data, then pipeline."""
 
     tp: int
     pp: int
@@ -574,10 +569,7 @@ def target_dtype(entry: TensorEntry, wanted: str | None) -> str:
 
 
 def token_count(arguments: Mapping[str, Any]) -> int | None:
-    """How many tokens a job's vocabulary has; None if its arguments do not tell.
-
-    A `NullTokenizer` of most versions of Megatron-Core has one more than it was given, the end of document.
-    """
+    """How many tokens a job's vocabulary has, if known: `NullTokenizer` adds the end of document to what was given."""
     size = arguments.get("vocab_size")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         return None

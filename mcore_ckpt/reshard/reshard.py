@@ -109,10 +109,7 @@ class Opened:
 
 @contextmanager
 def opened(directory: Path) -> Iterator[Opened]:
-    """Open a source; an error in the block closes it, and so does a save that has replaced it meanwhile (`LoadError`).
-
-    Raises `CheckpointNotFoundError` and `CorruptCheckpointError` for what is incomplete or not readable.
-    """
+    """Open a source; an error in the block closes it, and so does a save that has replaced it. Raises `LoadError`."""
     version = index_version(directory)
     index = read_index(directory)
     files, storage = SourceFiles(index), storage_at(directory)
@@ -138,10 +135,7 @@ class Derived:
 
 
 def plan_reshard(directory: Path, options: ReshardOptions) -> Conversion:
-    """Decide everything; reads indexes and the common state, and a few elements if the optimizer's layout is changed.
-
-    Raises as `reshard_checkpoint`.
-    """
+    """Decide everything, by indexes, the common state, and a few elements, if the optimizer's layout is changed."""
     with opened(directory) as source:
         layout = target_layout(options, source, stays=options.optimizer_layout is not None)
         return reshard_conversion(source, layout, options, _in_other_layout(source, options))

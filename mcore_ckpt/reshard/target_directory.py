@@ -153,16 +153,9 @@ def _exists(target: Path) -> CheckpointExistsError:
 
 
 def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> AbstractContextManager[Target]:
-    """Files to write, which become `target` at the end of the block. `fingerprint`: of the work; as JSON, its parts by
-    name, the most telling first.
-
-    In a file system, what was done stays for a later run if this one is interrupted, or cannot write. Any other error
-    is one of the source or of the options: the folder is removed.
-
-    Raises:
-        OptionError: an earlier run has left other work and `restart` is not set, or the directory holds other files.
-        CheckpointExistsError: there is something at `target`.
-        SaveError: another run is making `target`; or it cannot be written.
+    """Files to write, which become `target` at the end of the block; `fingerprint`: of the work, as JSON by names. In a
+    file system, what was done stays if the run is interrupted, or cannot write; else the folder is removed. Raises
+    `OptionError` for another run's work without `restart`, `CheckpointExistsError`, and `SaveError`.
     """
     return (_in_place if storage_at(target).is_store else _renamed)(target, fingerprint, restart)
 
@@ -444,9 +437,8 @@ _FRESH_S: Final = 24 * 3600.0
 
 
 class FileJournal(Journal):
-    """Lines of JSON behind their CRC-32: the fingerprint of the plan, so that a later run resumes only the same work,
-    and the save's id, then what was recorded. A torn line is the end. The lock (flock) on the file is the sign of life
-    of a run.
+    """Lines of JSON behind their CRC-32: the plan's fingerprint and the save's id, then what was recorded; a torn line
+    is the end. The lock (flock) on the file is the sign of life of a run.
     """
 
     def __init__(self, path: Path) -> None:

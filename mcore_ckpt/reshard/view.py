@@ -65,10 +65,7 @@ class TensorView(NamedTuple):
 
 
 class ChunkSlice(NamedTuple):
-    """A slice of a stored chunk, in the chunk's own coordinates; without an entry: zeros.
-
-    `order` is that of the chunk's axes in the view, where it is another than in the file.
-    """
+    """A slice of a stored chunk, in its coordinates; without an entry: zeros. `order`: of its axes in the view."""
 
     entry: TensorEntry | None
     chunk: StoredChunk | None
@@ -221,9 +218,8 @@ class PartSums:
             self._noted.setdefault(payload.where, (payload, []))[1].append((first, first + nbytes, value))
 
     def totals(self) -> Iterator[tuple[str, int]]:
-        """By `where` the CRC-32 of each payload, after what was not read of it is read, too; of one without a stored
-        CRC-32 only if all of it was read. Raises `ChecksumError` for damaged ones. Of several ranks that have read
-        parts of a payload, or else expect it, one has it here.
+        """By `where` the CRC-32 of each payload, when what was not read of it is read, too, if one is stored. Of ranks
+        that have read parts of a payload, or expect it, one has it here. Raises `ChecksumError`.
         """
         self._take_share()
         window = memoryview(bytearray(_WINDOW_BYTES if self._noted else 0))
@@ -376,9 +372,8 @@ def cast_payloads(base: StoredPayloads, dtype_of: Callable[[TensorEntry], str]) 
 
 
 class RegroupedPayloads(DerivedPayloads):
-    """Payloads with an axis that counts several things at once divided into one axis for each, by key in `shapes`.
-
-    Raises `OptionError` where a chunk begins or ends between things that are counted together.
+    """Payloads with an axis that counts several things divided into one for each, by key in `shapes`. `OptionError`: a
+    chunk cuts through them.
     """
 
     def __init__(self, base: StoredPayloads, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -521,10 +516,7 @@ class ViewPayloads(DerivedPayloads):
         self.part_was_read(origin.entry, origin.chunk, stored, first, nbytes, value)
 
     def check_rest(self) -> None:
-        """Read the rest of each chunk that the view has slices of, and compare its checksum; raises `ChecksumError`.
-
-        The rest are slices of tensors that are not requested, and those written by an earlier run.
-        """
+        """Read what is not requested, or was written before, of each chunk in the view; raises `ChecksumError`."""
         for origin in self._slices.values():
             if origin.entry is None or origin.chunk is None:
                 continue
@@ -555,10 +547,7 @@ class Record(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Elements in a file, C order, little-endian: all of `record`, or a part of it.
-
-    `strides` are in elements, for elements that do not follow one another; the first one lies at `offset`.
-    """
+    """Elements in a file, C order, little-endian: all of `record`, or a part; `strides`, in elements, if with gaps."""
 
     file: str
     offset: int

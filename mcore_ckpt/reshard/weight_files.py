@@ -69,10 +69,7 @@ class Exported(NamedTuple):
 def safetensors_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The file up to the data, and where each tensor (name, torch's dtype, shape) starts in the file.
-
-    Raises `OptionError` where the format has no such dtype, or reserves the name or cannot hold it.
-    """
+    """The file up to the data, and where each tensor (name, dtype, shape) starts; `OptionError`: it cannot be so."""
     header: dict[str, Any] = {METADATA_KEY: dict(metadata)}
     starts: dict[str, int] = {}
     position = 0
@@ -259,10 +256,7 @@ def encode_state(value: Any) -> bytes:
 
 
 def decode_state(content: bytes, where: str) -> Any:
-    """A state dict in memory: tensors are `SavedTensor`s, classes that are not imported have stand-ins.
-
-    Raises `OptionError` for other classes; otherwise as `read_state_file`.
-    """
+    """A state dict in memory: tensors are `SavedTensor`s, known classes have stand-ins; others raise `OptionError`."""
 
     def read(offset: int, length: int) -> bytes:
         return content[offset : offset + length]

@@ -170,10 +170,7 @@ class CheckpointSummary:
 
 
 def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
-    """The directory that holds `.metadata`: `path` itself, or the iteration that the tracker file in `path` names.
-
-    Of a directory that NeMo has made, the one within it that holds the tensors. Raises `LoadError`.
-    """
+    """The directory that holds `.metadata`: `path`, the iteration that its tracker file names, or NeMo's `weights`."""
     directory = checkpoint_path(path)
     if storage_at(directory).exists(METADATA_FILE):
         return directory

@@ -145,10 +145,8 @@ def data_file_rank(file: str) -> int | None:
 
 
 def optimizer_layout(index: CheckpointIndex, common: Mapping[str, Any]) -> str | None:
-    """Megatron's name of the optimizer's layout, `"unknown"` if it is none of Megatron's, None without an optimizer.
-
-    What is stored decides: a job with a layer-wise optimizer (Muon) declares `dp_reshardable`, and stores tensors of
-    the parameters' shapes. The declaration counts where keys and shapes leave it open.
+    """Megatron's name of the optimizer's layout, or `unknown`; None without one. What is stored decides, then what is
+    declared: a job with Muon declares `dp_reshardable`, and stores tensors of the parameters' shapes.
     """
     keys = [fqn for fqn in (*index.tensors, *index.objects) if is_optimizer_key(fqn)]
     if not keys:

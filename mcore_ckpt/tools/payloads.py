@@ -206,11 +206,8 @@ class StoredPayloads:
 
 
 def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
-    """Raise `CorruptCheckpointError` unless the stored chunks hold each element of these tensors exactly once.
-
-    What copies tensors as a whole relies on it: where a chunk is missing there would be nothing to copy, and nothing
-    afterwards that does not fit. Chunks too large for their items are refused here as well, before anything is planned
-    for shapes that are not stored, and so are items in one place, or beyond their file's end.
+    """Raise `CorruptCheckpointError` unless the chunks hold each element of these tensors once, on which copies rely.
+    Chunks too large for their items are refused, too, items in one place, and those beyond their file's end.
     """
     check_apart(index)
     storage = storage_at(index.path)
@@ -243,10 +240,7 @@ def check_sum(payload: StoredPayload, value: int) -> None:
 
 
 def check_elements(payloads: StoredPayloads, entry: TensorEntry) -> None:
-    """Read all chunks of a tensor and compare their checksums; raises `ChecksumError`.
-
-    For readers of tensors in slabs across chunks, which have to know beforehand that these are as written.
-    """
+    """Read all chunks of a tensor ahead of slabs across them, and compare checksums; raises `ChecksumError`."""
     for chunk in entry.chunks:
         payload = payloads.locate(entry, chunk)
         if payload.crc32 is not None:
@@ -287,11 +281,8 @@ def read_box(
     *,
     checked: bool = True,
 ) -> memoryview:
-    """Read a slice of a tensor, given in elements, into `out` or new memory: bytes in C order, little-endian.
-
-    `checked`: compare checksums; not needed after `check_elements`. Raises `ChecksumError` if a complete chunk is
-    damaged, or a part of one that has sums of its blocks; `CorruptCheckpointError` unless the chunks hold each element
-    once.
+    """Read a slice of a tensor, in elements, into `out` or new memory: C order, little-endian. Raises `LoadError`;
+    `checked`: for damage, too, as far as complete chunks or blocks have sums.
     """
     elem_bytes = element_bytes(entry.dtype)
     nbytes = math.prod(sizes) * elem_bytes

@@ -380,12 +380,7 @@ class _Held(NamedTuple):
 
 
 def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
-    """Compare each complete checkpoint of a run with the next one.
-
-    Raises:
-        CheckpointNotFoundError: there are no two complete ones.
-        LoadError: the run cannot be listed.
-    """
+    """Compare each complete checkpoint of a run with the next one. `CheckpointNotFoundError`: there are no two."""
     looked = [look_at(directory) for directory in directories_of_run(run)]
     indexes = [(one.name, index) for one, index in looked if one.whole and one.iteration is not None and index]
     if len(indexes) < 2:

@@ -210,9 +210,8 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
 
 
 def _verify_optimizer(report: VerifyReport, progress: bool | None) -> VerifyReport:
-    """Compare the optimizer's float32 weights with the model's in 16 bits: rounded, they are the same elements.
-
-    Megatron-Core 0.16 saves a fully reshardable optimizer of several padded buckets shifted; nothing else shows it.
+    """Compare the optimizer's float32 weights, rounded, with the model's: Megatron-Core to 0.19 may shift those of
+    several padded buckets, which nothing else shows.
     """
     from mcore_ckpt.tools.payloads import StoredPayloads
 
