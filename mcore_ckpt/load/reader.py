@@ -215,14 +215,8 @@ _PIECE_BYTES = 2048
 _MAX_CELLS_OF_A_CHUNK = 16384
 
 
-def destination(shard: Any) -> torch.Tensor:
-    """The detached memory that a `ShardedTensor` is loaded into; zeros where the stored tensor may be smaller."""
-    if shard.data is None:
-        shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
-    elif shard.allow_shape_mismatch:
-        shard.data.detach().zero_()
-    tensor: torch.Tensor = shard.data.detach()
-    return tensor
+# Fields of a shard whose data are a slice of the global tensor as they are.
+_request_of = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
 
 
 @collector_paused()
@@ -233,45 +227,39 @@ def read_shards(reader: CheckpointReader, shards: Iterable[Any]) -> None:
             shards = list(shards)
             parameters.read(reader, [shard for shard in shards if shard.key in parameters])
             shards = [shard for shard in shards if shard.key not in parameters]
-        direct, spread = _requests(reader, shards)
+        index = reader.index
+        direct: list[ReadRequest] = []  # as they are
+        spread: list[ReadRequest] = []  # slices of a parameter, of its own shape, stored flattened in other stretches
+        for shard in shards:
+            flattened = getattr(shard, "flattened_range", None) is not None
+            own_shape = index.original_shape(shard.key) if index.mcore_data else None
+            may_differ = shard.allow_shape_mismatch
+            if not (flattened or own_shape or shard.prepend_axis_num or may_differ or shard.data is None):
+                direct.append(ReadRequest(*_request_of(shard)))
+                continue
+            # Where the stored tensor may be smaller than the requested one, the rest is zeros.
+            if shard.data is None:
+                shard.init_data("cpu", torch.zeros if may_differ else torch.empty)
+            elif may_differ:
+                shard.data.detach().zero_()
+            shape, entry = tuple(shard.global_shape), index.tensors.get(shard.key)
+            if own_shape is None:
+                wanted_shape = None if may_differ else shape
+                direct += [ReadRequest(shard.key, part, *box, wanted_shape, may_differ) for box, part in _boxes(shard)]
+            elif flattened and own_shape == shape and entry is not None and entry.shape == stored_form(shard).shape:
+                form = stored_form(shard)
+                tensor = shard.data.detach().view(form.sizes)
+                direct.append(ReadRequest(shard.key, tensor, form.offsets, form.sizes, form.shape))
+            elif own_shape != shape and not may_differ:
+                raise ShapeMismatchError(
+                    f"{shard.key}: {reader.path} holds a tensor of global shape {list(own_shape)} (flattened), "
+                    f"wanted is {list(shape)}; load into a model of the shape that was saved"
+                )
+            else:
+                spread += [ReadRequest(shard.key, part, *box, own_shape) for box, part in _boxes(shard)]
         reader.read_items(direct)
         if spread:
             _read_spread(reader, spread)
-
-
-# Fields of a shard whose data are a slice of the global tensor as they are.
-_request_of = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
-
-
-def _requests(reader: CheckpointReader, shards: Iterable[Any]) -> tuple[list[ReadRequest], list[ReadRequest]]:
-    """What is read of shards as they are; and what is stored in other flat stretches, as slices of the parameter."""
-    index = reader.index
-    direct: list[ReadRequest] = []
-    spread: list[ReadRequest] = []
-    for shard in shards:
-        flattened = getattr(shard, "flattened_range", None) is not None
-        own_shape = index.original_shape(shard.key) if index.mcore_data else None
-        may_differ = shard.allow_shape_mismatch
-        if not (flattened or own_shape or shard.prepend_axis_num or may_differ or shard.data is None):
-            direct.append(ReadRequest(*_request_of(shard)))
-            continue
-        destination(shard)
-        shape, entry = tuple(shard.global_shape), index.tensors.get(shard.key)
-        if own_shape is None:
-            wanted_shape = None if may_differ else shape
-            direct += [ReadRequest(shard.key, part, *box, wanted_shape, may_differ) for box, part in _boxes(shard)]
-        elif flattened and own_shape == shape and entry is not None and entry.shape == stored_form(shard).shape:
-            form = stored_form(shard)
-            tensor = shard.data.detach().view(form.sizes)
-            direct.append(ReadRequest(shard.key, tensor, form.offsets, form.sizes, form.shape))
-        elif own_shape != shape and not may_differ:
-            raise ShapeMismatchError(
-                f"{shard.key}: {reader.path} holds a tensor of global shape {list(own_shape)} (flattened), "
-                f"wanted is {list(shape)}; load into a model of the shape that was saved"
-            )
-        else:
-            spread += [ReadRequest(shard.key, part, *box, own_shape) for box, part in _boxes(shard)]
-    return direct, spread
 
 
 def _boxes(shard: Any) -> list[tuple[Box, torch.Tensor]]:

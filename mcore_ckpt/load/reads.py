@@ -26,7 +26,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import attrgetter
@@ -70,14 +70,14 @@ from mcore_ckpt.storage.direct_io import aligned_buffer
 _logger = logger_of(__name__)
 
 
+@dataclass(slots=True)
 class ItemDecoder:
-    """Reads items and decodes them. `opened` gives the files."""
+    """Reads items and decodes them."""
 
-    def __init__(
-        self, opened: Callable[[], AbstractContextManager[OpenFiles]], options: LoadOptions, stats: ReadStats
-    ) -> None:
-        self._opened, self._options, self._stats = opened, options, stats
-        self._reasons: set[str] = set()
+    _opened: Callable[[], AbstractContextManager[OpenFiles]]
+    _options: LoadOptions
+    _stats: ReadStats
+    _reasons: set[str] = field(default_factory=set)
 
     def object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
         """Stored objects as `torch.save` made them, in order of the files; neighbours are read together."""

@@ -281,8 +281,21 @@ def check_apart(index: CheckpointIndex) -> None:
     written, and bytes may be sound, and another shard's. Chunks without elements, of which DCP stores one, do not
     count.
     """
-    if _are_apart(index):
-        return
+    tensors = index.tensors
+    if isinstance(tensors, PackedTensors) and all(all(map(all, form.sizes)) for form in tensors.forms):  # by columns
+        places, objects = tensors.places, [stored.item for stored in index.objects.values()]
+        numbers = {file: number for number, file in enumerate([*places.files, *(item.file for item in objects)])}
+        own = np.array([numbers[file] for file in places.files], dtype=np.int64)
+        columns = (
+            (own[np.frombuffer(places.file_numbers, dtype=np.uint32)], [numbers[item.file] for item in objects]),
+            (np.frombuffer(places.offsets, dtype=np.int64), [item.offset for item in objects]),
+            (np.frombuffer(places.lengths, dtype=np.int64), [item.length for item in objects]),
+        )
+        files, starts, lengths = (np.append(packed, np.array(few, dtype=np.int64)) for packed, few in columns)
+        order = np.lexsort((starts, files))
+        files, starts, stops = files[order], starts[order], (starts + lengths)[order]
+        if np.all(starts <= stops) and np.all((files[1:] != files[:-1]) | (stops[:-1] <= starts[1:])):
+            return
     read = (stored for stored in index.items() if stored[1] is None or 0 not in stored[1].sizes)
     in_order = sorted(read, key=lambda stored: stored[2][:2])
     for pair in pairwise(in_order):
@@ -293,30 +306,6 @@ def check_apart(index: CheckpointIndex) -> None:
                 f"{index.path}: {' and '.join(names)} are said to be stored in the same bytes, so one of the two is "
                 f"not: the index is damaged; {IF_DAMAGED}"
             )
-
-
-def _are_apart(index: CheckpointIndex) -> bool:
-    """Whether no two items of an index have a byte in common, by columns; False says nothing."""
-    tensors = index.tensors
-    if not isinstance(tensors, PackedTensors) or any(not all(map(all, form.sizes)) for form in tensors.forms):
-        return False
-    places, objects = tensors.places, [stored.item for stored in index.objects.values()]
-    numbers = {file: number for number, file in enumerate([*places.files, *(item.file for item in objects)])}
-    own = [numbers[file] for file in places.files]
-    files = np.append(
-        np.array(own, dtype=np.int64)[np.frombuffer(places.file_numbers, dtype=np.uint32)],
-        np.array([numbers[item.file] for item in objects], dtype=np.int64),
-    )
-    starts, lengths = (
-        np.append(np.frombuffer(of_tensors, dtype=np.int64), np.array(of_objects, dtype=np.int64))
-        for of_tensors, of_objects in (
-            (places.offsets, [item.offset for item in objects]),
-            (places.lengths, [item.length for item in objects]),
-        )
-    )
-    order = np.lexsort((starts, files))
-    files, starts, stops = files[order], starts[order], (starts + lengths)[order]
-    return bool(np.all(starts <= stops) and np.all((files[1:] != files[:-1]) | (stops[:-1] <= starts[1:])))
 
 
 # ------------------------------------------------------------------------------------------------------------- records

@@ -373,21 +373,16 @@ def checking(stock: Any) -> Any:
             stock(global_metadata, common_state_dict)
         elif (call := current_save()) is None:
             with MegatronErrors():
-                _check_load(global_metadata)
+                group, what = coordination_group(global_metadata.group), "check what is loaded"
+                told = group.gather_parts(what, global_metadata.accesses.told, wrap=PlanError)
+                group.run_on_coordinator(what, functools.partial(check_requests, told or ()), wrap=PlanError)
+                if (load := current_load()) is not None:
+                    load.has_made("check")
         elif call.accesses is None:
             call.accesses, call.common = global_metadata.accesses, common_state_dict
         # A fully parallel wrapper asks again, of the distribution that it has made: that is the plan, which is checked.
 
     return validate_sharding_integrity
-
-
-def _check_load(requested: _Ungathered) -> None:
-    group = coordination_group(requested.group)
-    what = "check what is loaded"
-    told = group.gather_parts(what, requested.accesses.told, wrap=PlanError)
-    group.run_on_coordinator(what, functools.partial(check_requests, told or ()), wrap=PlanError)
-    if (call := current_load()) is not None:
-        call.has_made("check")
 
 
 # --- one save ---------------------------------------------------------------------------------------------------------

@@ -541,7 +541,7 @@ class Name:
 
     module: str  # below `megatron.core.dist_checkpointing`
     name: str  # of a function, class, or method (`Class.method`)
-    made: Callable[[Any], Any] | None = None  # of it what replaces it; None: this package calls it
+    made: Callable[[Any], Any] | None = None  # makes what replaces it; None: this package calls it
     since: Version = (0, 12)  # first version of megatron-core, major and minor, of which it is used
     until: Version = _ALWAYS  # last one
     absence: str = ""  # what is lost without it; empty if it is needed

@@ -67,7 +67,13 @@ def load_sharded_optimizer_state(
         LoadError: see `CheckpointReader.read_items`.
     """
     if optimizer_key in state_dict and any(True for _ in leaves(state_dict[optimizer_key])):
-        return _load_megatron(state_dict[optimizer_key], checkpoint, optimizer_key, options)
+        from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
+
+        strategy, state = TorchDistLoadStrategy(options=options), {optimizer_key: state_dict[optimizer_key]}
+        path, load = str(checkpoint_path(checkpoint)), megatron_module().load  # which applies factories
+        with MegatronErrors():
+            # Ranks may ask for anything, so there is no check that one rank alone loads each shard.
+            return {optimizer_key: load(state, path, strategy, validate_access_integrity=False)[optimizer_key]}
     reader = CheckpointReader(checkpoint, options=options)
     index = reader.index
     prefix = optimizer_key + "."
@@ -84,20 +90,6 @@ def load_sharded_optimizer_state(
         values[key] = reader.read_object(key) if entry is None else _wanted_part(entry, layouts.of(key), requests)
     reader.read_items(requests)
     return unflatten_state_dict(values, paths)
-
-
-def _load_megatron(
-    sharded: Any, checkpoint: str | os.PathLike[str], optimizer_key: str, options: LoadOptions | None
-) -> dict[str, Any]:
-    """By Megatron's `load`, which applies factories. Ranks may ask for anything: access integrity is not validated."""
-    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
-
-    strategy = TorchDistLoadStrategy(options=options)
-    with MegatronErrors():
-        loaded = megatron_module().load(
-            {optimizer_key: sharded}, str(checkpoint_path(checkpoint)), strategy, validate_access_integrity=False
-        )
-    return {optimizer_key: loaded[optimizer_key]}
 
 
 class _Layouts:

@@ -432,12 +432,13 @@ def _tell_load(reader: CheckpointReader, before: ReadStats, took_s: float) -> No
     """One line for each load of rank 0, and what this rank's took among the job's curves."""
     stats = reader.stats
     loaded_bytes, checked = stats.bytes_needed - before.bytes_needed, stats.records_checked - before.records_checked
-    scalars = {
-        "mcore_ckpt/load/seconds": took_s,
-        "mcore_ckpt/load/bytes": loaded_bytes,
-        "mcore_ckpt/load/bytes_per_second": loaded_bytes / max(took_s, 1e-9),
-    }
-    show(reader.path, scalars)
+    if _GLOBALS in sys.modules:
+        scalars = {
+            "mcore_ckpt/load/seconds": took_s,
+            "mcore_ckpt/load/bytes": loaded_bytes,
+            "mcore_ckpt/load/bytes_per_second": loaded_bytes / max(took_s, 1e-9),
+        }
+        show(reader.path, scalars)
     if not is_first_rank():
         return
     _logger.log(

@@ -233,19 +233,15 @@ def write_all(
     """Write all files of a target that are not there yet; `advance` is called with payload bytes that were written."""
     most = max((len(part.files) for part in plan.parts), default=0)
     begun = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    _allow_open_files(2 * workers * most + payloads.open_files + _OTHER_FILES + begun)
+    count = 2 * workers * most + payloads.open_files + _OTHER_FILES + begun
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:  # a thousand target ranks are a thousand files
+        raised = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     with Crew(workers, "mcore_ckpt-target") as crew:
         run = _Run(payloads, target, memory_bytes // workers, plan.index is not None, advance, crew)
         for part in plan.parts:
             crew.submit(partial(_work_on, run, part))
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the process's own limit, where the system allows it: a thousand target ranks are a thousand files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 Prepared = tuple[PlannedFile, Callable[[int], bytes]]
@@ -268,12 +264,12 @@ def _write_part(run: _Run, part: Part, prepared: Sequence[Prepared]) -> None:
     payloads = run.payloads
     crcs: list[tuple[str, int, int]] = []
     ahead_buffers = 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2
-    pool = WindowPool(*_buffers(run.memory_bytes, len(prepared)))
+    wanted = len(prepared) + 4  # a buffer for each stream and a few in flight, if that can be
+    size = min(_MAX_BUFFER_BYTES, max(_MIN_BUFFER_BYTES, run.memory_bytes // wanted // 4096 * 4096))
+    pool = WindowPool(size, max(4, min(wanted, run.memory_bytes // size)))
     with Crew(_READS, "mcore_ckpt-ahead") as readers, ImageWriter(pool, io_threads=_WRITES) as images:
-        files, left = (
-            {one[0].name: one for one in prepared},
-            Counter(file for move in part.moves for file in move.files),
-        )
+        files = {one[0].name: one for one in prepared}
+        left = Counter(file for move in part.moves for file in move.files)
         streams: dict[str, ImageStream] = {}
 
         def stream_of(file: str) -> ImageStream:
@@ -303,13 +299,6 @@ def _write_part(run: _Run, part: Part, prepared: Sequence[Prepared]) -> None:
         for file in [file for file in files if file not in streams]:  # without elements
             stream_of(file).close()
     run.target.journal.record(images.results, crcs)
-
-
-def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
-    """Size and number of a worker's buffers: one for each stream and a few in flight, if that can be."""
-    wanted = streams + 4
-    size = min(_MAX_BUFFER_BYTES, max(_MIN_BUFFER_BYTES, memory_bytes // wanted // 4096 * 4096))
-    return size, max(4, min(wanted, memory_bytes // size))
 
 
 class _Compared(RangeWriter):
@@ -622,18 +611,15 @@ def run_conversion(
     )
 
 
-def _fingerprint(conversion: Conversion, options: ConversionOptions) -> str:
-    """Everything that has to be equal for a run to be resumed, by names for the message."""
-    given = {flag_of(each): getattr(options, each.name) for each in fields(options) if each.name not in _OF_A_RUN}
-    named = {**conversion.source.described(), "format": conversion.report.format, **given}
-    return json.dumps({**named, "plan": conversion.plan.fingerprint()}, default=str)
-
-
 def _write(conversion: Conversion, target: Path, options: ConversionOptions, progress: bool | None) -> dict[str, Any]:
     """Write, compare and publish a target; what the report says of it."""
     payloads, plan, source = conversion.payloads, conversion.plan, conversion.source
     named = [] if plan.index_file is None else [plan.index_file[0]]
-    fingerprint, total, workers = _fingerprint(conversion, options), plan.payload_bytes, options.workers
+    total, workers = plan.payload_bytes, options.workers
+    # What has to be equal for a run to be resumed, by names for the message.
+    given = {flag_of(each): getattr(options, each.name) for each in fields(options) if each.name not in _OF_A_RUN}
+    work = {**source.described(), "format": conversion.report.format, **given, "plan": plan.fingerprint()}
+    fingerprint = json.dumps(work, default=str)
     team = current_team()
     team.same("plan the conversion", fingerprint)
 

@@ -58,39 +58,31 @@ _LOCAL_NORMS = (
 )
 
 
-class LayerName(NamedTuple):
-    """A name in a layer: what stands before the layer's number (None: all layers, stacked), and behind it."""
+class NumberedName(NamedTuple):
+    """A name in a layer or an expert: what stands before its number (None: all of them, stacked), and behind it."""
 
     before: str
     number: int | None
     rest: str
 
 
-class ExpertName(NamedTuple):
-    """A name in an expert: the module of all experts, the expert's number (None: all, stacked), and the rest."""
-
-    before: str
-    number: int | None
-    rest: str
-
-
-def layer_of(name: str) -> LayerName | None:
+def layer_of(name: str) -> NumberedName | None:
     """The layer in a name; None outside of layers."""
     if found := _LAYER.fullmatch(name):
-        return LayerName(found["before"], int(found["number"]), found["rest"])
+        return NumberedName(found["before"], int(found["number"]), found["rest"])
     if found := _STACKED.fullmatch(name):
-        return LayerName(found["before"], None, found["rest"])
+        return NumberedName(found["before"], None, found["rest"])
     return None
 
 
-def expert_of(name: str) -> ExpertName | None:
+def expert_of(name: str) -> NumberedName | None:
     """The expert in a name, in any of the four forms; None for everything else."""
     found = _EXPERT.fullmatch(name)
     if found is None:
         return None
     form = next(form for form in ("local", "grouped", "sharded") if found[f"{form}_rest"] is not None)
     number = found[form]
-    return ExpertName(found["before"], None if number is None else int(number), found[f"{form}_rest"])
+    return NumberedName(found["before"], None if number is None else int(number), found[f"{form}_rest"])
 
 
 def is_expert_key(key: str) -> bool:

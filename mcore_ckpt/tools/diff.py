@@ -585,7 +585,10 @@ def _difference(a: memoryview, b: memoryview, dtype_a: str, dtype_b: str) -> Dif
         return Difference(len(a) // width, 0, 0.0, 0.0, 0, nans, nans, True)
     right = as_numbers(b, dtype_b)
     if left is None or right is None:  # no numbers: only their bits can be compared
-        differing = _differing_elements(a, b, width, element_bytes(dtype_b))
+        differing = len(a) // width  # all, if they have other widths
+        if width == element_bytes(dtype_b):
+            others = np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)
+            differing = int(np.count_nonzero(others.reshape(-1, width).any(axis=1)))
         return Difference(len(a) // width, differing, 0.0, 0.0, 0, 0, 0, False, False)
     return reduce(_sum, map(_difference_of_numbers, batches(left), batches(right)))
 
@@ -621,14 +624,6 @@ def _difference_of_numbers(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> 
             max_rel = float(np.max(distance / np.where(scale == 0, 1, scale)))
     differing, mismatches, nans_a, nans_b = map(int, map(np.count_nonzero, (unequal, unequal & ~finite, nan_a, nan_b)))
     return Difference(x.size, differing, max_abs, max_rel, mismatches, nans_a, nans_b, False)
-
-
-def _differing_elements(a: memoryview, b: memoryview, a_bytes: int, b_bytes: int) -> int:
-    """How many elements have other bits; all of them, if they have other widths."""
-    if a_bytes != b_bytes:
-        return len(a) // a_bytes
-    unequal = np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)
-    return int(np.count_nonzero(unequal.reshape(-1, a_bytes).any(axis=1)))
 
 
 def _same_bytes(a: memoryview, b: memoryview) -> bool:

@@ -179,7 +179,12 @@ class Places:
         """Add what lies next to the target, which is complete. Raises `LoadError` and `SaveError`."""
         around = storage_at(self.target.parent)
         if self.context is not None and NEMO_CONTEXT not in around.folders():
-            _copy_folder(self.context, self.target.parent / NEMO_CONTEXT)
+            reads, writes = storage_at(self.context, follow_links=True), storage_at(self.target.parent / NEMO_CONTEXT)
+            names = sorted(files_below(self.context, follow_links=True))
+            writes.ensure()
+            for name in names:
+                with reads.open_reader(name, direct="off") as given:
+                    copy_stream(given, writes.open_writer(name, size_bytes=given.size_bytes, direct="off"))
         own = -1 if self.target.name == RELEASE else iteration_of(self.target.name)
         if own is None or not storage_at(self.target).exists(CONFIG_FILE):  # else nothing that a job loads
             return
@@ -230,16 +235,6 @@ def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
     except BaseException:
         writer.abort()
         raise
-
-
-def _copy_folder(source: Path, target: Path) -> None:
-    """Copy a directory that is no checkpoint, and what links in it lead to."""
-    reads, writes = storage_at(source, follow_links=True), storage_at(target)
-    names = sorted(files_below(source, follow_links=True))
-    writes.ensure()
-    for name in names:
-        with reads.open_reader(name, direct="off") as given:
-            copy_stream(given, writes.open_writer(name, size_bytes=given.size_bytes, direct="off"))
 
 
 @dataclass(frozen=True, slots=True)

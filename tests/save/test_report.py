@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.megatron.curves import Curves
+from mcore_ckpt.megatron.strategy import Curves
 from mcore_ckpt.save.transaction import Span, write_trace
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
