@@ -15,10 +15,10 @@ computed when it is read.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import math
 import re
-import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -676,8 +676,7 @@ class PlainPayloads(DerivedPayloads):
     def __init__(self, base: StoredPayloads, index: CheckpointIndex, quantized: Mapping[str, _Quantized]) -> None:
         super().__init__(base, index)
         self._quantized = quantized
-        self._scales: dict[str, np.ndarray[Any, Any]] = {}
-        self._lock_scales = threading.Lock()
+        self._factors = functools.lru_cache(_MAX_SCALES)(self._read_factors)
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk] | None:
         return None if entry.fqn in self._quantized else (entry, chunk)
@@ -702,7 +701,7 @@ class PlainPayloads(DerivedPayloads):
         codes = self._bytes(quantized.values, first * columns, (last - first) * columns)
         numbers = as_numbers(codes, quantized.values.dtype)
         assert numbers is not None
-        rows = self._factors(quantized)[np.arange(first, last) // quantized.block[0]]
+        rows = self._factors(quantized.scales.fqn)[np.arange(first, last) // quantized.block[0]]
         factors = np.repeat(rows, quantized.block[1], axis=1)[:, :columns]
         values = numbers.reshape(last - first, columns) * factors
         return first * columns * 4, memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
@@ -724,16 +723,8 @@ class PlainPayloads(DerivedPayloads):
     def _bytes(self, entry: TensorEntry, start: int, nbytes: int) -> memoryview:
         return self.read_part(entry, entry.chunks[0], start, nbytes)
 
-    def _factors(self, quantized: _Quantized) -> np.ndarray[Any, Any]:
-        entry = quantized.scales
-        with self._lock_scales:
-            known = self._scales.pop(entry.fqn, None)
-            if known is None:
-                content = read_box(self.base, entry, (0, 0), entry.shape)
-                numbers = as_numbers(content, entry.dtype)
-                assert numbers is not None
-                known = numbers.reshape(entry.shape)
-                while len(self._scales) >= _MAX_SCALES:
-                    self._scales.pop(next(iter(self._scales)))
-            self._scales[entry.fqn] = known
-            return known
+    def _read_factors(self, key: str) -> np.ndarray[Any, Any]:
+        entry = self.base.index.tensors[key]
+        numbers = as_numbers(read_box(self.base, entry, (0, 0), entry.shape), entry.dtype)
+        assert numbers is not None
+        return numbers.reshape(entry.shape)

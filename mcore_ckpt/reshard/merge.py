@@ -22,7 +22,7 @@ import numpy as np
 from mcore_ckpt.core.boxes import Box, bounding, flat_boxes, intersect, relative, runs
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry, is_extra_state
+from mcore_ckpt.format.index import StoredChunk, TensorEntry, is_extra_state
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.parameter_table import STATE_KEY
 from mcore_ckpt.load.records import MAX_IDLE_FILES
@@ -32,7 +32,7 @@ from mcore_ckpt.reshard.plan import target_dtype
 from mcore_ckpt.reshard.reshard import Derived, Opened
 from mcore_ckpt.reshard.view import DerivedPayloads, TensorView, ViewPayloads, as_stored
 from mcore_ckpt.tools.keys import is_optimizer_key, optimizer_layout
-from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, check_tiled, read_box
+from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, check_tiled, made_objects, read_box
 from mcore_ckpt.tools.regrid import as_numbers, assembled, blocks, rounded, rounding_mismatch
 
 _AVERAGED: Final = ("float64", "float32", "float16", "bfloat16")
@@ -172,7 +172,7 @@ class MergedPayloads(DerivedPayloads):
         kept: Sequence[str],
         read_bytes: int,
     ) -> None:
-        self._sources, self._weights, self._objects = sources, weights, objects
+        self._sources, self._weights = sources, weights
         self._read_bytes = max(_LEAST_READ_BYTES, min(_MOST_READ_BYTES, read_bytes // len(sources)))
         self.open_files = len(sources) * MAX_IDLE_FILES
         self._members: dict[tuple[str, tuple[int, ...]], list[list[StoredChunk]]] = {}
@@ -181,9 +181,8 @@ class MergedPayloads(DerivedPayloads):
         tensors = {key: entry for key, entry in last.tensors.items() if not is_optimizer_key(key)}
         for key, dtype in dtypes.items():
             tensors[key] = tensors[key]._replace(dtype=dtype, chunks=tuple(self._parts(key)) or tensors[key].chunks)
-        found = {key: last.objects[key] for key in kept}
-        found |= {key: ObjectEntry(key, StoredItem(MADE_HERE, 0, len(content))) for key, content in objects.items()}
-        super().__init__(sources[-1], replace(last, tensors=tensors, objects=found))
+        found = {key: last.objects[key] for key in kept} | made_objects(objects)
+        super().__init__(sources[-1], replace(last, tensors=tensors, objects=found), objects)
 
     def _parts(self, key: str) -> Iterator[StoredChunk]:
         """The parts of a tensor that the chunks of each source tile, as chunks near the last source's."""
@@ -217,10 +216,6 @@ class MergedPayloads(DerivedPayloads):
         for source, chunks in zip(self._sources, members or (), strict=False):
             for one in chunks:
                 source.expect(source.index.tensors[entry.fqn], one)
-
-    def object_bytes(self, entry: ObjectEntry) -> bytes:
-        made = self._objects.get(entry.fqn)
-        return super().object_bytes(entry) if made is None else made
 
     def check_rest(self) -> None:
         for source in self._sources:

@@ -15,6 +15,7 @@ bytes. A subclass says only which chunk of the base one of its own chunks is, or
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import threading
@@ -37,7 +38,7 @@ from mcore_ckpt.load.checks import range_crc
 from mcore_ckpt.load.records import chunk_name, contiguous_around
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, check_sum
+from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, check_sum, made_objects
 from mcore_ckpt.tools.regrid import carrier, cast_floats
 
 
@@ -93,7 +94,11 @@ def view_index(
     """The index of a view with `tensors` by requested key, and the slice of `base` behind each of its chunks; with new
     `objects` (archives of `torch.save` by full key). `kept_objects`: stored ones that stay.
     """
-    chunks_of = _NearChunks(base)
+
+    @functools.cache
+    def chunks_of(key: str) -> ChunkLookup[StoredChunk]:
+        return ChunkLookup(base.tensors[key].chunks)
+
     entries: dict[str, TensorEntry] = {}
     slices: ChunkSlices = {}
     for key, view in tensors.items():
@@ -109,7 +114,7 @@ def view_index(
             raise CorruptCheckpointError(f"{key}: the chunks in {base.path} do not make it up: {problem}")
         entries[key] = TensorEntry(key, dtype, view.shape, tuple(found))
     kept = {key: base.objects[key] for key in kept_objects}
-    kept |= {key: ObjectEntry(key, StoredItem(MADE_HERE, 0, len(content))) for key, content in objects.items()}
+    kept |= made_objects(objects)
     return CheckpointIndex(base.path, entries, kept, blocks=base.blocks), slices
 
 
@@ -126,21 +131,11 @@ def _dtype_of(key: str, view: TensorView, base: CheckpointIndex) -> str:
     return dtypes.pop()
 
 
-class _NearChunks:
-    """The chunks of stored tensors that a slice may share elements with."""
-
-    def __init__(self, base: CheckpointIndex) -> None:
-        self._base = base
-        self._known: dict[str, ChunkLookup[StoredChunk]] = {}
-
-    def around(self, key: str, box: Box) -> list[StoredChunk]:
-        """Chunks in the order of their offsets: those that overlap a slice, and few others."""
-        if key not in self._known:
-            self._known[key] = ChunkLookup(self._base.tensors[key].chunks)
-        return sorted(self._known[key].near(box))
+_ChunksOf = Callable[[str], ChunkLookup[StoredChunk]]
+"""The chunks of a stored tensor."""
 
 
-def _chunk_slices(base: CheckpointIndex, chunks_of: _NearChunks, part: Part) -> Iterable[tuple[Box, ChunkSlice]]:
+def _chunk_slices(base: CheckpointIndex, chunks_of: _ChunksOf, part: Part) -> Iterable[tuple[Box, ChunkSlice]]:
     """Each slice of the requested tensor that one stored chunk has, and where it is in that chunk."""
     if part.key is None or part.stored is None:
         yield part.slice, ChunkSlice(None, None, part.slice, None)
@@ -155,7 +150,7 @@ def _chunk_slices(base: CheckpointIndex, chunks_of: _NearChunks, part: Part) -> 
     theirs = [stored for _, stored in pairs]
     single = [axis for axis in range(axes) if axis - axes not in theirs]
     order = None if theirs == sorted(theirs) else (*single, *(axis + axes for axis in theirs))
-    for chunk in chunks_of.around(part.key, part.stored):
+    for chunk in sorted(chunks_of(part.key).near(part.stored)):
         shared = intersect(Box(chunk.offsets, chunk.sizes), part.stored)
         if shared is None:
             continue
@@ -168,10 +163,11 @@ def _chunk_slices(base: CheckpointIndex, chunks_of: _NearChunks, part: Part) -> 
 
 
 def _flat_slices(
-    entry: TensorEntry, chunks_of: _NearChunks, part: Part, cell: Box, first: int
+    entry: TensorEntry, chunks_of: _ChunksOf, part: Part, cell: Box, first: int
 ) -> Iterable[tuple[Box, ChunkSlice]]:
     stop = first + math.prod(part.slice.sizes)
-    for chunk in chunks_of.around(entry.fqn, Box((*cell.offsets[:-1], first), (*cell.sizes[:-1], stop - first))):
+    whole = Box((*cell.offsets[:-1], first), (*cell.sizes[:-1], stop - first))
+    for chunk in sorted(chunks_of(entry.fqn).near(whole)):
         lead = tuple(map(operator.sub, cell.offsets[:-1], chunk.offsets[:-1]))
         if any(not 0 <= at < size for at, size in zip(lead, chunk.sizes, strict=False)):
             continue
@@ -254,11 +250,14 @@ class PartSums:
 
 
 class DerivedPayloads(StoredPayloads):
-    """Payloads of `index` that are made of those of `base`; a context manager, which closes its base."""
+    """Payloads of `index` that are made of those of `base`, and new `objects`; a context manager, which closes it."""
 
-    def __init__(self, base: StoredPayloads, index: CheckpointIndex) -> None:
+    def __init__(
+        self, base: StoredPayloads, index: CheckpointIndex, objects: Mapping[str, bytes] | None = None
+    ) -> None:
         super().__init__(index, base.storage)
         self.base = base
+        self._objects = objects or {}
         self.files = base.files
         self._sums = PartSums(base.read_into)
         self._chunks: dict[str, tuple[TensorEntry, StoredChunk]] = {}  # those of the base whose parts were read
@@ -280,7 +279,8 @@ class DerivedPayloads(StoredPayloads):
         return StoredPayload(chunk_name(entry.fqn, chunk), chunk.item.file, 0, nbytes, None, fill=fill)
 
     def object_bytes(self, entry: ObjectEntry) -> bytes:
-        return self.base.object_bytes(entry)
+        made = self._objects.get(entry.fqn)
+        return self.base.object_bytes(entry) if made is None else made
 
     def read_part(
         self, entry: TensorEntry, chunk: StoredChunk, start: int, nbytes: int, out: memoryview | None = None
@@ -426,15 +426,10 @@ class ViewPayloads(DerivedPayloads):
         objects: Mapping[str, bytes] | None = None,
         kept_objects: Iterable[str] = (),
     ) -> None:
-        self._objects = objects or {}
-        index, self._slices = view_index(base.index, tensors, self._objects, kept_objects)
-        super().__init__(base, index)
+        index, self._slices = view_index(base.index, tensors, objects or {}, kept_objects)
+        super().__init__(base, index, objects)
         self._own = _Gathered()
         self._gathering = threading.Lock()
-
-    def object_bytes(self, entry: ObjectEntry) -> bytes:
-        made = self._objects.get(entry.fqn)
-        return super().object_bytes(entry) if made is None else made
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> None:
         """As `DerivedPayloads.base_chunk`: chunks of a view are parts of others."""

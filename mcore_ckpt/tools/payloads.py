@@ -11,7 +11,7 @@ import math
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +56,12 @@ if TYPE_CHECKING:
 
 MADE_HERE = "(made here)"
 """Stands for the file of what lies in none: objects and elements that are made up on the way."""
+
+
+def made_objects(contents: Mapping[str, bytes]) -> dict[str, ObjectEntry]:
+    """Entries of objects that are made up on the way."""
+    return {key: ObjectEntry(key, StoredItem(MADE_HERE, 0, len(content))) for key, content in contents.items()}
+
 
 _MAX_LOCATED = 4096
 _WINDOW_BYTES = 4 * 1024 * 1024
@@ -104,8 +110,7 @@ class StoredPayloads:
         compressed = [entry for entry in index.objects.values() if entry.item.is_compressed]
         self._unpacked = {entry.fqn: self.object_bytes(entry) for entry in compressed}
         if compressed:  # what is planned needs the lengths that they have in other files
-            made = {key: ObjectEntry(key, StoredItem(MADE_HERE, 0, len(own))) for key, own in self._unpacked.items()}
-            self.index = replace(index, objects={**index.objects, **made})
+            self.index = replace(index, objects={**index.objects, **made_objects(self._unpacked)})
 
     def locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         """Find the elements of a chunk; asked again soon, it answers from memory. Raises `LoadError`."""
