@@ -186,9 +186,12 @@ class CheckpointReader:
         loaded = dict.fromkeys(fqns)
         for entry, content in self._object_contents(map(self._object_entry, loaded)) if loaded else ():
             own = content if version is None else version(entry.fqn, content)
-            where = f"{entry.fqn} in {self.path}"  # (its CRC-32 was compared when it was read)
-            loaded[entry.fqn] = load_object(own, self.options.allowed_classes, where=where, verify_crc=False)
+            loaded[entry.fqn] = self._unpickled(entry.fqn, own)
         return loaded
+
+    def _unpickled(self, fqn: str, content: bytes) -> Any:
+        where = f"{fqn} in {self.path}"  # (its CRC-32 was compared when it was read)
+        return load_object(content, self.options.allowed_classes, where=where, verify_crc=False)
 
     def _object_entry(self, fqn: str) -> ObjectEntry:
         entry = self.index.objects.get(fqn)

@@ -548,8 +548,8 @@ def with_own_files(stock: Callable[[Any], None]) -> Callable[[Any], None]:
                         found.update(content)
                 sums[name] = found.hexdigest()
             if storage.version(METADATA_FILE) == version:  # else they are of a checkpoint that was replaced
-                content = json.dumps({"algorithm": "sha256", "files": sums}, indent=2)
-                storage.publish(INTEGRITY_FILE, content.encode())
+                document = json.dumps({"algorithm": "sha256", "files": sums}, indent=2)
+                storage.publish(INTEGRITY_FILE, document.encode())
             return None
 
     return save_integrity_manifest
