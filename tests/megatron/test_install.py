@@ -335,6 +335,12 @@ logging.getLogger("mcore_ckpt").warning("before the set-up")
 logging.basicConfig()
 logging.getLogger("mcore_ckpt").warning("after the set-up")
 print(sys.argv, strategies.TorchDistSaveShardedStrategy.__module__)
+import tempfile, torch, torch.distributed.checkpoint as dcp
+import mcore_ckpt.save.async_queue
+with tempfile.TemporaryDirectory() as path:
+    dcp.save({"a": torch.ones(3)}, storage_writer=mcore_ckpt.FileSystemWriterAsync(path), no_dist=True)
+    dcp.load({"a": torch.zeros(3)}, storage_reader=mcore_ckpt.FileSystemReader(path), no_dist=True)
+print(*{name.split(".")[1] for name in sys.modules if name.startswith("mcore_ckpt.")})
 sys.exit(7)
 """
 
@@ -348,9 +354,11 @@ def test_launch_runs_a_script_as_python_would(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 7, done.stderr
-    first, last = done.stdout.splitlines()
+    first, layers, last = done.stdout.splitlines()
     assert first == f"{[str(script), '--ckpt-format', 'torch_dist']} mcore_ckpt.megatron.strategy"
     assert last == "at exit: True"
+    assert {"megatron", "dcp", "load", "save"} <= set(layers.split())
+    assert not {"tools", "reshard", "models", "commands"} & set(layers.split()), "a trainer needs none of them"
     for line in ("are in force for megatron-core", "before the set-up", "after the set-up"):
         assert done.stderr.count(line) == 1, done.stderr
 
