@@ -32,7 +32,7 @@ from benchmarks.adapters import McoreCkpt, Raw, do_nothing_save
 from benchmarks.measure import Cost, fresh, slowest, timed
 from benchmarks.state import Shard
 from mcore_ckpt.save.staging import StagingBuffer
-from mcore_ckpt.storage.direct_io import address, write_from
+from mcore_ckpt.storage.direct_io import address, write_all
 
 __all__ = ["Phases"]
 
@@ -134,7 +134,7 @@ class _Bounds:
         stage.reserve(self._nbytes, touch=False)
         at = 0
         for pointer, nbytes in self._pointers:
-            write_from(stage.fd, pointer, nbytes, at)
+            write_all(stage.fd, memoryview((ctypes.c_char * nbytes).from_address(pointer)), at)
             at += nbytes
         stage.close()
 

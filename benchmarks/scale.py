@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from benchmarks import tables
 from benchmarks.machine import describe_machine
 from benchmarks.results import ROOT, add_busy, commit_of_code, wait_until_quiet
+from mcore_ckpt.format.integrity import encode_plan
 from mcore_ckpt.image.layout import TensorSpec
 from mcore_ckpt.save.planner import RankLayout, lay_out_rank
 
@@ -120,7 +121,7 @@ def _ours(job: Job) -> Ours:
     counts, files = [], []
     for rank in range(ranks):
         layout = _lay_out(job, rank)
-        encoded.append((layout.plan.encode(), {}))
+        encoded.append((encode_plan(layout.plan), {}))
         counts.append(len(layout.specs))
         files.append([(bucket.file_name, bucket.image, bucket.footer.object_count) for bucket in layout.buckets])
         del layout
@@ -155,7 +156,7 @@ def _ours(job: Job) -> Ours:
 
 def _encoded(job: Job, rank: int) -> RankLayout:
     layout = _lay_out(job, rank)
-    layout.plan.encode()
+    encode_plan(layout.plan)
     return layout
 
 
@@ -181,8 +182,7 @@ def _shard_of(spec: TensorSpec) -> Any:
 def _metadata(plan: Any, files: Sequence[Sequence[tuple[str, Any, int]]]) -> tuple[bytes, float]:
     """`.metadata`, and the seconds that it took."""
     from mcore_ckpt.format.integrity import with_id
-    from mcore_ckpt.image.layout import WrittenFile
-    from mcore_ckpt.image.manifest import metadata_of_save
+    from mcore_ckpt.image.layout import WrittenFile, metadata_of
 
     written = []
     for of_rank in files:
@@ -202,11 +202,9 @@ def _metadata(plan: Any, files: Sequence[Sequence[tuple[str, Any, int]]]) -> tup
                 )
             )
         written.append(tuple(done))
-    return _timed(
-        lambda: metadata_of_save(
-            plan, plan.encoder(), [() for _ in written], written, save_id=_SAVE_ID, storage_meta={}
-        )
-    )
+    names = {name: with_id(name, _SAVE_ID) for name, _ in plan.files}
+    objects = [() for _ in written]
+    return _timed(lambda: metadata_of(plan.encoder(), objects, written, save_id=_SAVE_ID, storage_meta={}, names=names))
 
 
 def _read(folder: Path, job: Job, rank: int) -> tuple[float, float]:

@@ -37,7 +37,7 @@ MUTANTS: Final = (
     Mutant(
         "the CRC-32 of many small tensors is not compared",
         "load/requests.py",
-        'return np.fromiter(crc32s(payloads), "<u4", len(self.rows)).tobytes() == self.rows["crc"].tobytes()',
+        'return np.fromiter(map(crc32, payloads), "<u4", len(self.rows)).tobytes() == self.rows["crc"].tobytes()',
         "return True",
         "load/test_binding.py load/test_reader.py",
     ),
@@ -121,14 +121,14 @@ MUTANTS: Final = (
     Mutant(
         "the sizes of the files that are there are not compared",
         "directory/publish.py",
-        "return file is not None and (file.size_bytes >= wanted if at_least else file.size_bytes == wanted)",
-        "return file is not None",
+        "if is_wrong(sizes[name], size)}",
+        "if sizes[name] < 0}",
         "directory/test_publish.py save/test_owner.py save/test_save_edges.py",
     ),
     Mutant(
         "the notes of other saves are not looked at",
         "directory/commit.py",
-        "refuse_others(self.storage, self.owner, names)",
+        "refuse_others(storage, commit.owner, found[1])",
         "list(names)",
         "directory/test_commit.py save/test_owner.py",
     ),

@@ -87,9 +87,7 @@ class Runs:
 
 
 def runs(outer_sizes: Sequence[int], inner: Box, elem_bytes: int) -> Runs:
-    """Where the box `inner` lies in the bytes of a C-contiguous array of `outer_sizes`: the fewest and longest
-    contiguous runs. Raises `ValueError` if the box has another number of axes, or does not lie inside the array.
-    """
+    """The fewest and longest runs of bytes of the box `inner` in a C-contiguous array; `ValueError`: outside it."""
     first, stride = 0, elem_bytes
     run_bytes = elem_bytes
     whole = True  # the run still covers every axis so far completely
@@ -183,9 +181,7 @@ def covers(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 
 
 def _in_a_row(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether the boxes follow one another, as listed, along one axis and span the others; False says nothing. Ranks
-    that divide a tensor give these, in a quarter of the time of the general way.
-    """
+    """Whether the boxes follow one another, as listed, along one axis and span the others; False says nothing."""
     if not boxes or not shape:
         return boxes == [((), ())]
     first = boxes[0].sizes

@@ -12,15 +12,11 @@ import sys
 import threading
 from typing import Any, Final, TypeVar
 
-from mcore_ckpt.core.team import Counter, current_team
-
 _WORTH_A_LINE_BYTES: Final = 1_000_000
 
 
 class _Logger(logging.Logger):
-    """The logger of its name, whose handlers fail nothing. Names that are no UTF-8 are escaped, since a handler could
-    not write them.
-    """
+    """The logger of its name, whose handlers fail nothing, and get no name that is no UTF-8."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -74,6 +70,8 @@ class Progress:
     """
 
     def __init__(self, what: str, total_bytes: int, *, shown: bool | None = None) -> None:
+        from mcore_ckpt.core.team import Counter, current_team  # (which trainers do without)
+
         self.counter = Counter()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None

@@ -7,9 +7,8 @@ release the GIL on large buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 try:
     from isal import isal_zlib as _library
@@ -19,25 +18,17 @@ except ImportError:  # there is none for every machine
 _combine: Callable[[int, int, int], int] | None = getattr(_library, "crc32_combine", None)
 
 
-def crc32(buffer: Any, value: int = 0) -> int:
-    """CRC-32 of C-contiguous `buffer`, continued from `value`: `crc32(b, crc32(a)) == crc32(a + b)`. Unsigned."""
-    return _library.crc32(buffer, value)
+crc32: Callable[..., int] = _library.crc32
+"""CRC-32 of a C-contiguous buffer, continued from a value: `crc32(b, crc32(a)) == crc32(a + b)`. Unsigned."""
 
-
-def crc32s(buffers: Iterable[Any]) -> Iterator[int]:
-    """The CRC-32 of each of many small buffers, without a call of a function of Python's for each."""
-    return map(_library.crc32, buffers)
-
+NO_SHIFT = 1 << 31
+"""The factor (`shift_factor`) of a CRC-32 that nothing follows."""
 
 POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of two adjoining blocks from that of each, in a few microseconds: so blocks can be summed out of order.
-
-    A CRC is the remainder of a polynomial over GF(2): `first` has to be multiplied by x^(8 * second_bytes), which takes
-    one multiplication for each bit of the length (the idea is Mark Adler's, in zlib).
-    """
+    """CRC-32 of two adjoining blocks from that of each: the first times x^(8 * second_bytes), as Mark Adler has it."""
     if _combine is not None:
         return _combine(first, second, second_bytes)
     return (_multiply(_power_of_x(8 * second_bytes), first) if first else 0) ^ second
@@ -49,8 +40,8 @@ def crc32_of_zeros(nbytes: int) -> int:
 
 
 def shift_factor(nbytes: int) -> int:
-    """The polynomial by which a CRC-32 is multiplied to count in front of so many bytes; `1 << 31` for none."""
-    return crc32_combine(1 << 31, 0, nbytes)
+    """The polynomial by which a CRC-32 is multiplied to count in front of so many bytes."""
+    return crc32_combine(NO_SHIFT, 0, nbytes)
 
 
 def _multiply(a: int, b: int) -> int:
@@ -67,7 +58,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=1 << 16)  # thousands of ranks, each at a place of its own in every tensor
 def _power_of_x(exponent: int) -> int:
-    result, square = 1 << 31, 1 << 30
+    result, square = NO_SHIFT, NO_SHIFT >> 1
     while exponent:
         if exponent & 1:
             result = _multiply(result, square)

@@ -148,10 +148,7 @@ class UnsafePickleError(CorruptCheckpointError):
 
 
 class RemoteError(Exception):
-    """Stands for an exception that was raised elsewhere; its text is the traceback there.
-
-    It is only ever a `__cause__`, so that a traceback printed here shows the one from there above it.
-    """
+    """The traceback of an exception that was raised elsewhere, as text; only ever a `__cause__`."""
 
 
 TRACEBACK: Final = "\n--- on rank "
@@ -186,20 +183,15 @@ def describe(error: BaseException) -> FailureReport:
     system_error = next(
         (each for each in _causes(error) if isinstance(each, OSError) and type(each.errno) is int), None
     )
-    path = None if system_error is None else _path_of(system_error)
+    path = None if system_error is None else system_error.filename
     return FailureReport(
         class_name=name,
         message=message,
         traceback_text=traceback_text,
         error_number=None if system_error is None else system_error.errno,
-        path=path,
+        path=os.fsdecode(path) if isinstance(path, str | bytes) else None if path is None else f"{path!r:.200}",
         interrupted=any(not isinstance(each, Exception) for each in _causes(error)),
     )
-
-
-def _path_of(error: OSError) -> str | None:
-    name = error.filename
-    return os.fsdecode(name) if isinstance(name, str | bytes) else None if name is None else f"{name!r:.200}"
 
 
 def text_of(error: BaseException) -> str:

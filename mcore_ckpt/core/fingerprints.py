@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_ckpt.core.boxes import Box, Runs, Stretch, runs
-from mcore_ckpt.core.crc import POLYNOMIAL, crc32, crc32_combine, crc32_of_zeros, crc32s, shift_factor
+from mcore_ckpt.core.crc import NO_SHIFT, POLYNOMIAL, crc32, crc32_combine, crc32_of_zeros, shift_factor
 
 _Words = npt.NDArray[np.uint32]
 _WORDS: Final = 4
-_ONE: Final = np.uint32(shift_factor(0))
+_ONE: Final = np.uint32(NO_SHIFT)
 # Short rows so close together are summed with zeros between: a call for each takes as long as 3 KB of zeros.
 _PADDED_BYTES: Final = 2048
 _PADDED_RUN_BYTES: Final = 1024
@@ -97,7 +97,7 @@ def part_of(content: Any, shape: Sequence[int], box: Box, elem_bytes: int) -> in
         values = np.array([_padded_crc(group, strides[-1]) for group in groups], np.uint32)
         counts, strides = counts[:-1], strides[:-1]
     else:
-        values = np.fromiter(crc32s(rows), np.uint32, len(rows))
+        values = np.fromiter(map(crc32, rows), np.uint32, len(rows))
     values = values.reshape(counts)
     for stride in reversed(strides):
         values = _joined(values, stride)
@@ -122,11 +122,7 @@ def part_of_elements(content: Any, stretch: Stretch, first: int = 0) -> int:
 
 
 class StridedSums:
-    """What stored chunks of several runs add to their tensors, summed as their bytes pass.
-
-    To join the sums of rows takes as long for a few of them as for many: those of chunks of the same form are joined
-    together, in the end. Different numbers may come from different threads.
-    """
+    """What chunks of several runs add to their tensors, summed as they pass; chunks of one form are joined together."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[Stretch, Runs, list[_Words]]] = {}
@@ -200,9 +196,7 @@ class StridedSums:
     def _feed_rows(
         self, number: int, of: Runs, crcs: list[_Words], view: memoryview, first_byte: int, start: int, stop: int
     ) -> tuple[int, _Words]:
-        """Sum the rows in `view[start:stop]`. Returns how many bytes belong to a row begun before, and the CRC-32 of
-        each complete row behind those.
-        """
+        """Sum the rows in `view[start:stop]`; returns bytes of a row begun before, and CRC-32s of complete rows."""
         head = min(-(first_byte + start) % of.run_bytes, stop - start)
         if head:
             self._begun[number] = crc32(view[start : start + head], self._begun[number])
@@ -212,7 +206,7 @@ class StridedSums:
         start += head
         middle = start + (stop - start) // of.run_bytes * of.run_bytes
         rows = np.frombuffer(view[start:middle], np.uint8).reshape(-1, of.run_bytes)
-        crcs.append(np.fromiter(crc32s(rows), np.uint32, len(rows)))
+        crcs.append(np.fromiter(map(crc32, rows), np.uint32, len(rows)))
         if middle < stop:
             self._begun[number] = crc32(view[middle:stop])
         return head, crcs[-1]

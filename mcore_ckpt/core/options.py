@@ -26,9 +26,7 @@ _PREFIXES: Final = "KMGT"
 
 
 def parse_size(given: str | int, *, at_least: int = 1, what: str = "size ") -> int:
-    """Bytes, from `2G` or `2GB` (`2 * 1000**3`), `2GiB` or `2Gi` (`2 * 1024**3`) or a plain number; raises
-    `OptionError`, in which `what` stands before the text.
-    """
+    """Bytes, from `2G` or `2GB` (1000**3), `2Gi` or `2GiB` (1024**3) or a number; raises `OptionError`."""
     text = str(given)
     number, base = text.strip().upper().removesuffix("B"), 1000
     if number.endswith("I"):
@@ -60,10 +58,7 @@ _NO_TEXT = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class StorePath(PosixPath):
-    """A directory or object in a store: joined and taken apart as a path is, and shown as the URL that it is.
-
-    It names nothing in any file system: `exists`, `open` and so on must not be asked of it.
-    """
+    """A directory in a store: joined as a path, shown as the URL that it is; nothing in any file system."""
 
     __slots__ = ()
 
@@ -87,19 +82,13 @@ class StorePath(PosixPath):
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a checkpoint's directory, as it was given; of a URL one that is shown as that.
-
-    Raises:
-        OptionError: it is empty, holds a NUL, or is a URL that is not supported, names no bucket, or is no text.
-    """
+    """The path of a checkpoint's directory, as given, or shown as a URL. `OptionError`: it can be neither."""
     url = store_url(path)
     return local_path(path) if url is None else StorePath(url)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a file or directory, as given. Raises `OptionError` if it is empty, holds a NUL, names an object
-    store, or is a URL.
-    """
+    """The path of a file, as given; `OptionError` for an empty one, a NUL, an object store, a URL."""
     text, scheme = _named(path)
     if not text:
         raise OptionError("the path is empty; `.` names the working directory")
@@ -128,9 +117,7 @@ def is_supported(path: str | os.PathLike[str]) -> bool:
 
 
 def store_url(path: str | os.PathLike[str]) -> str | None:
-    """The URL of a directory in an object store that is supported; None for all else. Raises `OptionError` if it names
-    no bucket, or holds `..` or a control character.
-    """
+    """The URL of a directory in a supported store; None for all else. `OptionError`: no bucket, `..`, or no text."""
     text, scheme = _named(path)
     if scheme not in STORE_SCHEMES:
         return None
@@ -147,9 +134,7 @@ def store_url(path: str | os.PathLike[str]) -> str | None:
 
 
 def _named(path: Any) -> tuple[str, str | None]:
-    """What a path names, as text, and the scheme of a URL. Path-like objects of storage clients say in words what they
-    name; what `__fspath__` gives may be a copy of it.
-    """
+    """What a path names, as text, and the scheme of a URL; what `__fspath__` of a client's path gives may be a copy."""
     text = ""
     for as_text in (str, os.fsdecode):
         text = as_text(path)
@@ -391,10 +376,7 @@ def names_second_tier() -> bool:
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`MCORE_CKPT_*` variables that set no option, as a misspelled one does not; each with the one most like it, or "".
-
-    Those of this package's own tests (`MCORE_CKPT_TEST*`) are left out.
-    """
+    """`MCORE_CKPT_*` variables that set no option, but those of tests; each with the one most like it, or ""."""
     source = os.environ if environment is None else environment
     known = {option.name.upper() for cls in (SaveOptions, LoadOptions) for option in fields(cls)}
     unknown: dict[str, str] = {}

@@ -4,12 +4,11 @@
   which becomes readable when the process is gone, whatever has ended it. The end of a pipe does not tell as much: any
   forked process may hold it open.
 - A helper process leaves the signals that a whole job gets to its parent (`leave_signals_to_parent`).
-- A `Crew` is the one way in which this package works in parallel. It starts its threads when there are tasks for them,
-  keeps the first error, and never leaves a thread behind that goes on to use the caller's memory. A program may save
-  again when it ends (`atexit`). From Python 3.12 on no thread can be started then: the caller does the tasks itself.
-- Python's garbage collector is paused while many lasting objects are made (`collector_paused`): a plan or an index is
-  hundreds of thousands of small objects that all stay alive and hold no cycles. Each full collection would walk through
-  every object of the training process, and free nothing.
+- A `Crew` is the one way in which this package works in parallel. It keeps the first error, and leaves no thread behind
+  that uses the caller's memory. A program may save when it ends (`atexit`): from Python 3.12 on no thread can be
+  started then, and the caller does the tasks itself.
+- Python's garbage collector is paused while many lasting objects are made (`collector_paused`), as of a plan or an
+  index: a full collection would walk through every object of the training process, and free nothing.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ def free_host_bytes() -> int:
 def _memory_limits(
     mount: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[Path, Path]]:
-    """Where limit and use of memory are told, of each control group that this process lies in, up to the root: each has
-    a limit of its own. Of version 2 first; some hosts have version 1 for memory.
-    """
+    """Files of limit and use of memory of each control group of this process, up to the root; of both versions."""
     try:
         lines = of_process.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -89,9 +86,7 @@ _TO_ALL_PROCESSES: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal
 
 
 def leave_signals_to_parent() -> None:
-    """In a helper process: ignore signals sent to the whole job. The parent handles them, and may still need this one;
-    it is watched as well (`exit_with_parent`), and ended by SIGKILL.
-    """
+    """In a helper process: ignore signals sent to the whole job; the parent handles them, and may need this one."""
     for number in _TO_ALL_PROCESSES:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_ALL_PROCESSES)
@@ -214,10 +209,9 @@ def exit_with_parent(parent_pid: int) -> None:
 
 
 def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
-    """Give way to training: take a nice value and an I/O scheduling class. Refusals are not worth failing for.
+    """Give way to training: take a nice value and an I/O scheduling class, where that is allowed.
 
-    For a process in the trainer's session: where the kernel groups processes by session (`sched_autogroup_enabled`, on
-    most machines without control groups for the CPU), nice values count within one only.
+    In the trainer's session alone: nice values count within one, where the kernel groups processes by session.
     """
     if cpu_priority is not None:
         with contextlib.suppress(OSError):
@@ -292,17 +286,8 @@ class Task(Generic[T]):
 class Crew:
     """Threads that do tasks in the order in which they are submitted. A context manager, for one caller.
 
-    On leaving, all tasks are done, or the first error of a task is raised. After an error the tasks that have not begun
-    are dropped. If the caller leaves by an exception of its own, the tasks in progress end first. `failure`: the first
-    error of a task, or what has interrupted the caller: a long task may end early then.
-
-    Args:
-        threads: tasks in progress at once, at most.
-        name: of the threads.
-        deadline_s: seconds without the end of any task, while the caller waits, after which the crew counts as stuck;
-            None waits for ever.
-        stuck: makes the error to raise then.
-        interrupted_join_s: how long an interrupted caller waits for the tasks in progress; None waits for their end.
+    On leaving, all tasks are done, or the first error of a task is raised; tasks that have not begun by then are
+    dropped. If the caller leaves by an exception of its own, the tasks in progress end first.
     """
 
     def __init__(
@@ -316,15 +301,15 @@ class Crew:
     ) -> None:
         self._most = threads
         self._name = name
-        self._deadline_s = deadline_s
-        self._stuck = stuck
-        self._interrupted_join_s = interrupted_join_s
+        self._deadline_s = deadline_s  # after so long a wait without the end of a task the crew counts as stuck
+        self._stuck = stuck  # makes the error to raise then
+        self._interrupted_join_s = interrupted_join_s  # so long an interrupted caller waits; None: for all in progress
         self._condition = threading.Condition()
         self._tasks: deque[Task[Any]] = deque()
         self._unfinished = 0  # tasks
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # of a task, or of the caller: a long task may end early then
         self._stopping = self._is_stuck = False
 
     def submit(
@@ -340,7 +325,7 @@ class Crew:
             self._unfinished += 1
             (self._tasks.appendleft if first else self._tasks.append)(task)
             if self.failure is not None:
-                self._drop_waiting()
+                self._fail(self.failure)
             elif self._idle < len(self._tasks) and len(self._threads) < self._most:
                 thread = threading.Thread(
                     target=self._work_on, args=(True,), name=f"{self._name}-{len(self._threads)}", daemon=True
@@ -379,10 +364,8 @@ class Crew:
         return task.value  # type: ignore[return-value]
 
     def _fail(self, error: BaseException) -> None:
+        """Keep the first error, and drop the tasks that have not begun."""
         self.failure = self.failure or error
-        self._drop_waiting()
-
-    def _drop_waiting(self) -> None:
         while self._tasks:
             self._end(self._tasks.popleft())
 
@@ -438,10 +421,7 @@ class Crew:
 
 
 def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, name: str = "mcore_ckpt-read") -> None:
-    """Call `work` on each task, in order, in at most `threads` threads; a single task is done by the caller.
-
-    Raises the first error of `work`, or of making the tasks; tasks that had not begun are not done.
-    """
+    """Call `work` on each task, in order, in at most `threads` threads. The first error ends it, and is raised."""
     remaining = iter(tasks)
     first = list(islice(remaining, 2))
     remaining = chain(first, remaining)
@@ -472,14 +452,8 @@ def run_concurrently(threads: int, a: Callable[[], A], b: Callable[[], B], c: Ca
 @overload
 def run_concurrently(threads: int, /, *calls: Callable[[], T]) -> tuple[T, ...]: ...
 def run_concurrently(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:
-    """What each of these calls returns, made in turn, or in at most `threads` threads.
-
-    All of them are made, whichever fails; then the first error of all, in their order, is raised.
-    """
+    """The values of all calls, made in at most `threads` threads; then the first error in their order is raised."""
     outcomes: dict[int, Any] = {}
 
-    def call(number: int) -> None:
-        outcomes[number] = Outcome.of(calls[number])
-
-    in_parallel(range(len(calls)), call, min(threads, len(calls)), "mcore_ckpt-ask")
+    in_parallel(range(len(calls)), lambda n: outcomes.update({n: Outcome.of(calls[n])}), min(threads, len(calls)))
     return tuple(outcomes[number].value() for number in range(len(calls)))

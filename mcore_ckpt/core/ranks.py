@@ -1,18 +1,16 @@
 """Collectives of a save or a load: small, on the host, and carrying every rank's error to every rank.
 
 Everything travels as bytes over gloo, never over a device (gathering plans with NCCL costs gigabytes of device memory).
-A step that may fail on one rank runs inside `RankGroup.run`: whatever happens, every rank reaches the exchange that
-follows, and if any rank failed then all raise the same exception. No rank is left waiting in a later collective for a
-rank that has given up.
+A step that may fail on one rank runs inside `RankGroup.run`: every rank reaches the exchange that follows, and if any
+rank failed then all raise the same exception.
 
 Each exchange says what it is. Where ranks meet in different ones, or with settings that all must have alike, all raise;
 but not where only the coordinator speaks in one of them (`run_on_coordinator`, `scatter`): that ends by time-out.
 
-An exchange is a binomial tree up to the coordinator, in which values are merged on the way, and the same tree down.
-So it takes two messages for each rank, and twice the logarithm of their number in time. (Gloo's all-gather and
-all-reduce are rings: a step for each rank, in all of which every rank takes part.) Each rank knows for whom it waits.
-If it waits in vain, it leaves word for whom in the store through which the ranks have met, and so leads from rank to
-rank to the one without such a word.
+An exchange is a binomial tree up to the coordinator, in which values are merged on the way, and the same tree down. So
+it takes twice the logarithm of the number of ranks in time; gloo's own collectives are rings. Each rank knows for whom
+it waits. If it waits in vain, it leaves word for whom in the store through which the ranks have met, and so leads from
+rank to rank to the one without such a word.
 """
 
 from __future__ import annotations
@@ -108,20 +106,10 @@ class RankGroup:
             self._reach *= 2
 
     def run(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError], name: str | None = None) -> list[T]:
-        """Call `fn` on every rank and give every rank the values of all.
+        """Call `fn` on every rank and give every rank the values of all, by rank.
 
-        Args:
-            what: the step in words, for the message: "write the data files".
-            fn: this rank's part.
-            wrap: class of the exception if the one that `fn` raised is not of our tree.
-            name: what ranks must come to alike, where `what` is not the same on all; None: `what`.
-
-        Returns:
-            The values by rank.
-
-        Raises:
-            CheckpointError: `fn` failed on some rank. The same class and message on every rank: that of the first
-                failing rank if it was of our tree, else `wrap`. On a rank that failed, its own exception is the cause.
+        If `fn` failed on some rank, all raise the class and message of the first one: `wrap` for what is not of our
+        tree. `what`: the step in words; `name`: what ranks must come to alike, where `what` differs between them.
         """
         parts = self.run_merged(
             what, lambda: {self.rank: pickle.dumps(fn())}, operator.or_, lambda merged: merged, wrap=wrap, name=name
@@ -165,9 +153,7 @@ class RankGroup:
     def gather_parts(
         self, what: str, fn: Callable[[], Sequence[bytes]], *, wrap: type[CheckpointError]
     ) -> list[list[bytes]] | None:
-        """As `gather`, of byte strings, as many as a rank likes. A long one that several ranks have is sent by the
-        first of them alone, and is one object on the coordinator.
-        """
+        """As `gather`, of byte strings; a long one that several ranks have is sent once, and is one object there."""
         parts, error = _attempt(lambda: list(fn()))
         is_long = [len(part) > _MERGED_BYTES and not self.is_coordinator for part in parts or ()]
         told = [_Long.of(part) if long else part for part, long in zip(parts or (), is_long, strict=True)]
@@ -195,9 +181,7 @@ class RankGroup:
             return self._down((what, _alike.get()), what, wrap, value, error)
 
     def scatter(self, what: str, fn: Callable[[], Sequence[T]], *, wrap: type[CheckpointError]) -> T:
-        """Call `fn` on the coordinator alone, and give each rank one of the values that it returns, in the order of the
-        ranks; or its exception as `run` does.
-        """
+        """Call `fn` on the coordinator alone; each rank gets the value of its number, or the exception as in `run`."""
         values, error = _attempt(fn) if self.is_coordinator else (None, None)
         with self._contact(what, wrap, error):
             self._down((what, _alike.get()), what, wrap, None, error)
@@ -206,19 +190,14 @@ class RankGroup:
     def maximum(self, what: str, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
         """Element-wise maximum over the ranks; every rank passes as many values. `what` as of `run`."""
 
-        def larger(first: list[int], second: list[int]) -> list[int]:
-            return list(map(max, first, second))
-
-        return self.run_merged(what, lambda: list(values), larger, lambda merged: merged, wrap=wrap)
+        return self.run_merged(what, lambda: values, lambda one, two: list(map(max, one, two)), list, wrap=wrap)
 
     def any(self, what: str, flag: bool, *, wrap: type[CheckpointError]) -> bool:
         """Whether the flag is set on any rank; `what` as of `run`."""
-        return bool(self.maximum(what, [int(flag)], wrap=wrap)[0])
+        return self.run_merged(what, lambda: flag, operator.or_, bool, wrap=wrap)
 
     def tell_failure(self, what: str, error: BaseException, *, wrap: type[CheckpointError]) -> None:
-        """Tell the other ranks, in the exchange that they come to next, that this one has failed before it: all raise,
-        as `run` does. That exchange has to be one in which values go to the coordinator.
-        """
+        """Tell the other ranks, in the exchange of values that they come to next, that this one has failed before."""
         with suppress(BaseException), self._contact(what, wrap, error):  # (the caller raises what has failed)
             _, failed = self._up(None, None, error, lambda first, _: first)
             self._down(None, what, wrap, None, error, failed)
@@ -242,7 +221,9 @@ class RankGroup:
                     theirs = None
                     others = {self.rank + step: _failure(differs), **others}
                 tag = their_tag if tag is None else tag
-                failed = _first_in_full({**failed, **others})
+                failed = {**failed, **others}
+                first = min(failed, default=0)  # whose report alone travels
+                failed = {n: each if n == first else replace(each, report=None) for n, each in failed.items()}
                 value = theirs if value is None else value if theirs is None else merge(value, theirs)
             step *= 2
         if not self.is_coordinator:
@@ -258,9 +239,7 @@ class RankGroup:
         error: BaseException | None,
         failed: _Failed | None = None,
     ) -> T:
-        """The value of the coordinator on all ranks, down the tree of `_up`; or the same exception, if any rank has
-        failed of which it knows.
-        """
+        """The coordinator's value on all ranks, down the tree of `_up`; or the exception, if a rank has failed."""
         if self.is_coordinator and error is not None and not failed:
             failed = {0: _failure(error)}
         outcome = _OK
@@ -400,9 +379,7 @@ class RankGroup:
 
 @contextmanager
 def carrying(settings: Mapping[str, str]) -> Iterator[None]:
-    """Within the block all exchanges in which values go to the coordinator carry these settings: `OptionError` is
-    raised on all ranks where they differ.
-    """
+    """Within the block exchanges carry these settings; all ranks raise `OptionError` where they differ."""
     token = _alike.set(tuple(settings.items()))
     try:
         yield
@@ -561,12 +538,6 @@ def _both_told(one: _Told, other: _Told) -> _Told:
 def _failure(error: BaseException) -> _Failure:
     report = describe(error)
     return _Failure(report, reached_every_rank(error), report.interrupted)
-
-
-def _first_in_full(failed: _Failed) -> _Failed:
-    """All failures, the report of the first rank alone."""
-    first = min(failed, default=0)
-    return {rank: each if rank == first else replace(each, report=None) for rank, each in failed.items()}
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -88,9 +88,7 @@ class Team:
         return own[0]
 
     def work(self, what: str, fn: Callable[[], T], counter: Counter | None = None) -> list[T]:
-        """As `run`, of what takes long, and makes no exchange itself. `counter`: what `fn` counts on, which ends it
-        when another rank has ended or failed.
-        """
+        """As `run`, of what takes long, without an exchange. `counter`: ends `fn` when another rank has failed."""
         if self._group is None:
             return [fn()]
         counter = counter or Counter()
@@ -178,9 +176,7 @@ def current_team() -> Team:
 
 @contextmanager
 def team_of_launcher() -> Iterator[Team]:
-    """Meet the other processes that a launcher has started for this command; within the block they are the current
-    team. Raises `OptionError` and `CheckpointError` where they cannot meet.
-    """
+    """Within the block the processes that a launcher has started are the team. `CheckpointError`: they do not meet."""
     loaded = sys.modules.get("torch.distributed")
     in_a_job = loaded is not None and loaded.is_available() and loaded.is_initialized()
     rank, size = (0, 1) if in_a_job else _place()

@@ -233,9 +233,7 @@ class FileSystemReader(CheckpointReader, StorageReader):
         return requests
 
     def _check_covered(self, entry: TensorEntry) -> None:
-        """Raise `CorruptCheckpointError` if a stored chunk is missing: DCP plans the overlaps that it finds, and the
-        destination would stay as it was.
-        """
+        """Raise `CorruptCheckpointError` if a stored chunk is missing: the destination would stay as it was."""
         if entry.fqn in self._covered or self._rank is not None:
             return
         problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
@@ -269,9 +267,7 @@ class FileSystemReader(CheckpointReader, StorageReader):
 def _check_planned(
     items: Iterable[ReadItem], state_dict: Mapping[str, Any], stored: Container[str], where: str
 ) -> None:
-    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors of a flat state dict. DCP plans the
-    overlaps that it finds, and leaves the rest of a tensor as it was, without a word.
-    """
+    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors; DCP leaves what it does not find."""
     planned: Counter[str] = Counter()
     for item in items:
         planned[item.storage_index.fqn] += math.prod(item.lengths)

@@ -61,8 +61,8 @@ from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.image.layout import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file
 from mcore_ckpt.save.planner import check_hint, split_buckets
 from mcore_ckpt.save.staging import write_in_process
-from mcore_ckpt.state.shards import carry_layout
-from mcore_ckpt.state.torch_classes import ItemSums, check_memory, dtype_name, encoded_metadata, storage_meta
+from mcore_ckpt.state.shards import carry_layout, check_memory, dtype_name
+from mcore_ckpt.state.torch_classes import ItemSums, encoded_metadata, storage_meta
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -152,9 +152,7 @@ class _Save:
             target.commit.give_up()
 
     def is_over(self) -> bool:
-        """Whether it has failed: DCP tells no writer of an error on another rank. A synchronous save is over when its
-        thread has ended, or begins another save.
-        """
+        """Whether a synchronous save has ended or failed, by its thread: DCP tells no writer of others' errors."""
         if self.target is None or self.thread is None:
             return False
         if self.thread is threading.current_thread():
@@ -659,9 +657,7 @@ def _where(item: WriteItem) -> str:
 
 
 def write_buckets(buckets: Sequence[ItemBucket], options: SaveOptions) -> list[list[WriteResult]]:
-    """Write buckets of one directory in this process, bytes_data first; for each the results of its items, objects
-    first.
-    """
+    """Write buckets in this process, bytes_data first; returns for each the results of its items, objects first."""
     if not buckets:
         return []
     storage = storage_at(Path(buckets[0].path).parent).within(options.write_deadline_s)

@@ -255,9 +255,7 @@ def _in_use(storage: Storage, holder: Owner, why: str, what_to_do: str) -> SaveE
 
 
 def seems_gone(storage: Storage, owner: Owner, *, may_be_late: bool = False) -> bool:
-    """Whether the save that has left a note is gone, by this host's clock; never for a decision between saves.
-    `may_be_late`: what its process has asked for may still come. Raises `LoadError`.
-    """
+    """Whether a note's save is gone, by this host's clock: for people. `may_be_late`: its requests may yet come."""
     state = owner.process_state()
     if state == "unknown" or (state == "gone" and may_be_late):
         there = storage.version(note_name(owner.save))
@@ -310,8 +308,10 @@ class Commit:
             note = partial(storage.create, commit._note, commit.owner.encode())
             found = run_concurrently(storage.asks_at_once, note, storage.list, partial(_settled, storage))
             commit.base = found[2]
-            commit._refuse_others(found[1])
-            if not storage.is_store:  # else later, next to other requests
+            refuse_others(storage, commit.owner, found[1])
+            if storage.is_store:
+                commit._refuse_removal()
+            else:  # (in a store later, next to other requests)
                 commit.have_common_wait()
         except BaseException:
             commit.give_up()
@@ -400,9 +400,8 @@ class Commit:
                 _logger.warning("%s: could not clean up after a failed save: %s", self.storage, error)
                 return  # as long as the note is there, it may be completed
 
-    def _refuse_others(self, names: Iterable[str]) -> None:
-        """Raise `SaveError` if another save is at work, or where a checkpoint is just being removed from a store."""
-        refuse_others(self.storage, self.owner, names)
+    def _refuse_removal(self) -> None:
+        """Raise `SaveError` where a checkpoint is just being removed from a store."""
         version = None if self.base is None else self.base.version
         if version is None or version.size_bytes != len(REMOVED):
             return
@@ -593,9 +592,7 @@ def identity_in_force(storage: Storage, name: str = METADATA_FILE) -> Identity |
 def _end_of_claims(
     storage: Storage, base: Identity | None, own: str = ""
 ) -> tuple[str | None, tuple[str, Identity] | None]:
-    """The name that the next claim on a base has; or the holder of a claim that is alive (its id and its note). With
-    neither, the base is not in force any more.
-    """
+    """The name of the next claim on a base; or the live claim's save and note; or neither: the base is replaced."""
     token = _NONE if base is None else base.token
     for _ in range(_ATTEMPTS):
         name = CLAIM + token
@@ -621,9 +618,7 @@ def _end_of_claims(
 
 
 def _check_complete(storage: Storage, note: str, claim: str) -> None:
-    """Raise `SaveError` unless a note with a claim is an index whose data files are complete, as a save leaves them
-    that is killed behind its claim. A copy of its directory may lack some, or end within one.
-    """
+    """Raise `SaveError` unless a claimed note's data files are complete; a copied directory may lack some."""
     try:
         index = parse_index(storage.read(note), storage.location, name=note)
         wanted: Collection[str] = index_files(index)
@@ -631,7 +626,7 @@ def _check_complete(storage: Storage, note: str, claim: str) -> None:
             # With a second tier, each node may have a disk of its own under this path, and the files of its own ranks.
             own = DrainNote.read(checkpoint_path(storage.location), save).files
             wanted = wanted if own is None else own
-        problem = next(filter(None, (_flaw(storage, name, index) for name in wanted)), None)
+        problem = next(filter(None, (length_flaw(storage, name, index) for name in wanted)), None)
     except CheckpointNotFoundError:
         return  # published or withdrawn meanwhile
     except NewerFormatError:
@@ -645,7 +640,7 @@ def _check_complete(storage: Storage, note: str, claim: str) -> None:
         )
 
 
-def _flaw(storage: Storage, name: str, index: CheckpointIndex) -> str | None:
+def length_flaw(storage: Storage, name: str, index: CheckpointIndex) -> str | None:
     """Why a data file is not as its save has left it, as far as its length tells."""
     version, listed = storage.version(name), None if index.manifest is None else index.manifest.files.get(name)
     if version is None:
@@ -656,9 +651,7 @@ def _flaw(storage: Storage, name: str, index: CheckpointIndex) -> str | None:
 
 
 def _publish(storage: Storage, save: str, identity: Identity, base: Identity | None) -> bool:
-    """Bring into force a save that has claimed the base; the base was in force after the claim; False if it was
-    withdrawn. Late, or again, it does nothing.
-    """
+    """Bring a save into force whose claim found the base in force; False: it was withdrawn. Again is harmless."""
     pending = pending_name(identity.save or save)
     if base is None:
         _place_common(storage, pending)  # no reader is harmed by it

@@ -5,11 +5,10 @@ compared, not sent again: so a copy that was interrupted is resumed. `.metadata`
 then the place holds what it held. Files of other programs, whose names tell no save, are copied before it where there
 are none, and replaced after it.
 
-Two tiers: a checkpoint that was saved on fast local storage is copied to a second place (`drain`), where a note in the
+Two tiers: a checkpoint that was saved on fast local storage is copied to a second place (`drain`), as a note in the
 local directory says (`DrainNote`). Where each node has its own disk, each has such a note, and copies its own data
-files; the node of the coordinator commits when all are there. The names of data files carry the id of their save, so no
-file of another save is taken for one of these. What is on the way when a process ends is resumed from the note. That
-may be long after. So a copy replaces nothing but the checkpoint that was there when it began.
+files; the node of the coordinator commits when all are there. What is on the way when a process ends is resumed from
+the note, maybe long after: so a copy replaces nothing but the checkpoint that was there when it began.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import Outcome, await_turn, in_parallel
 from mcore_ckpt.core.team import Counter, current_team
-from mcore_ckpt.directory.commit import Commit, is_note, note_name, notes, seems_gone
+from mcore_ckpt.directory.commit import Commit, is_note, length_flaw, note_name, notes, seems_gone
 from mcore_ckpt.directory.in_force import (
     DrainNote,
     common_file_in_force,
@@ -129,9 +128,7 @@ class Sent:
         self.nbytes += nbytes or 0
 
     def copy_share(self, names: Collection[str], check: Callable[[], object] = lambda: None) -> None:
-        """Copy files, each by one of the ranks of a command; `check` is called before each, and by several ranks
-        before each gets its name, too: when another rank has ended, another copy may begin there.
-        """
+        """Copy files, divided over a command's ranks; `check` comes before each, and before each gets its name."""
         team, counter = current_team(), Counter()
 
         def check_held() -> None:
@@ -260,20 +257,15 @@ def _check_note(storage: Storage, note: str) -> None:
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy to a target that it holds, in the order of its methods.
-
-    Attributes:
-        names, held: the files there, and the `.metadata`, when it began.
-        own: names of the data files that are copied from here; None: all.
-    """
+    """A copy to a target that it holds, in the order of its methods."""
 
     target: Path
     found: CheckpointFiles
     sent: Sent
     commit: Commit
-    names: list[str]
-    held: bytes | None
-    own: Collection[str] | None
+    names: list[str]  # of the files there, when it began
+    held: bytes | None  # the `.metadata` there, then
+    own: Collection[str] | None  # names of the data files that are copied from here; None: all
 
     @property
     def is_published(self) -> bool:
@@ -372,22 +364,12 @@ def file_on_its_way(name: str) -> str | None:
 def _check_lengths(writes: Storage, found: CheckpointFiles) -> None:
     """Ask for each data file again: other nodes have copied some, and others may have removed them since."""
     for name in found.data:
-        version = writes.version(name)
-        listed = None if found.index.manifest is None else found.index.manifest.files.get(name)
-        if version is None or (listed is not None and listed.size_bytes != version.size_bytes):
-            raise SaveError(
-                f"{writes.path(name)}: "
-                + ("is not there any more" if version is None else f"has {version.size_bytes} bytes")
-                + (f", expected {listed.size_bytes}" if listed is not None else "")
-                + "; the checkpoint is not committed, and copied again"
-            )
+        if (flaw := length_flaw(writes, name, found.index)) is not None:
+            raise SaveError(f"{writes}: {flaw}; the checkpoint is not committed, and copied again")
 
 
 def _left_by_others(found: CheckpointFiles, replaced: set[str], *, is_alone: bool) -> Callable[[str], bool]:
-    """Whether a file of the target is of a save that was replaced, or never committed.
-
-    Where other nodes copy files (`is_alone=False`), those of a later save may have come already.
-    """
+    """Whether a target's file is of a replaced or failed save; without `is_alone`, later ones may have come."""
 
     def is_left(name: str) -> bool:
         of = file_on_its_way(name) or name
@@ -404,9 +386,7 @@ def _left_by_others(found: CheckpointFiles, replaced: set[str], *, is_alone: boo
 
 
 def own_files(directory: Path) -> list[str]:
-    """Names of the files in a directory itself, but not in folders, that a copy of the checkpoint has, too. Raises
-    `LoadError`.
-    """
+    """Names of the files in a directory itself that a copy of the checkpoint has, too. Raises `LoadError`."""
     index = parse_index(read_small_file(directory, METADATA_FILE), str(directory))
     data = index_files(index)
     return [
@@ -432,8 +412,8 @@ def refuse_others(target: Path, names: Collection[str]) -> None:
     """Raise `CheckpointExistsError` if a directory without an index holds anything but files of these names: of another
     checkpoint, whose copy was interrupted, that would pass for part of this one.
     """
-    found = (name for name in files_below(target, _is_apart) if name not in names)
-    others = list(itertools.islice(found, _MOST_SHOWN + 1))
+    found = files_below(target, lambda name: _is_passing(name) or is_checkpoint_name(name) or is_drain_note(name))
+    others = list(itertools.islice((name for name in found if name not in names), _MOST_SHOWN + 1))
     if others:
         shown = ", ".join(others[:_MOST_SHOWN]) + (", ..." if len(others) > _MOST_SHOWN else "")
         raise CheckpointExistsError(
@@ -441,11 +421,6 @@ def refuse_others(target: Path, names: Collection[str]) -> None:
             "whose copy was interrupted, and are not published with this one; nothing has been written. Remove them if "
             "nobody needs them, or copy into another directory"
         )
-
-
-def _is_apart(name: str) -> bool:
-    """Whether an entry of the directory is no part of the checkpoint in it; a note tells of which save it is."""
-    return _is_passing(name) or is_checkpoint_name(name) or is_drain_note(name)
 
 
 def copy_file(
@@ -590,9 +565,7 @@ def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Co
 
 
 def give_up(note: DrainNote) -> None:
-    """Remove from the second tier what was copied of a checkpoint that is never going to be committed there. Raises
-    `LoadError` or `SaveError`.
-    """
+    """Remove from the second tier what was copied of a checkpoint that is not going to be committed there."""
     storage, save_id = storage_at(note.to), bytes.fromhex(note.save)
     # (The note lies in the first tier: where there is no second one, all that there is would go.)
     if storage.exists(note.name) or is_in_force(storage, save_id) or not storage.list():
@@ -616,9 +589,7 @@ def give_up(note: DrainNote) -> None:
 
 
 def undrained(run: Path) -> tuple[list[Path], list[str]]:
-    """Checkpoints of a run that are still to be copied to the second tier, by iteration; and the ones for which this
-    cannot be told, with the reason. Raises `LoadError`.
-    """
+    """Checkpoints of a run still to be copied to the second tier; and those of which it cannot be told, and why."""
     found, untold = [], []
     for directory in iteration_directories(run):
         try:

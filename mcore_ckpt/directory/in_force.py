@@ -97,11 +97,7 @@ def saves_of(index: CheckpointIndex) -> set[str]:
 
 
 def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | None:
-    """Which file holds the common state of the checkpoint that `.metadata` describes; None if none does.
-
-    A crash right after the publish can leave the new common state under its pending name, which says of which save it
-    is.
-    """
+    """Which file holds the common state of an index, maybe the pending one of its save; None: none does."""
     if COMMON_STATE_KEY in index.objects:
         return None
     names = list(names)
@@ -200,10 +196,7 @@ class DrainNote:
         storage_at(directory).publish(self.name, json.dumps(asdict(self)).encode())
 
     def leads_back(self, storage: Storage) -> bool:
-        """Whether `to` is the directory that holds this note, by another path. Raises `LoadError`.
-
-        Two mounts of one file system may be two devices; the note has one inode, and is never copied.
-        """
+        """Whether `to` is the directory of this note, by another path: the note is one file, and is never copied."""
         return storage.version(self.name) == storage_at(self.to).version(self.name)
 
     @classmethod

@@ -107,18 +107,13 @@ def files_below(
             elif own_name in inner and own_name not in links and name.count("/") < _MAX_FOLDERS:
                 folders.append(name)
             else:
-                raise _not_carried(directory / name, own_name in links, own_name in inner)
-
-
-def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpointError:
-    kind = f"a directory in {_MAX_FOLDERS} others" if is_folder else "a pipe, a socket or a device"
-    if is_link:
-        kind = "a symbolic link"
-    return CorruptCheckpointError(
-        f"{path}: expected a regular file or a directory to take along, but it is {kind}; nothing has been written. "
-        "Remove it, or, if you trust what links lead to, copy the checkpoint with its links resolved (cp -rL) and "
-        "use that copy"
-    )
+                kind = f"a directory in {_MAX_FOLDERS} others" if own_name in inner else "a pipe, a socket or a device"
+                raise CorruptCheckpointError(
+                    f"{directory / name}: expected a regular file or a directory to take along, but it is "
+                    f"{'a symbolic link' if own_name in links else kind}; nothing has been written. Remove it, or, if "
+                    "you trust what links lead to, copy the checkpoint with its links resolved (cp -rL) and use that "
+                    "copy"
+                )
 
 
 def folders_of(names: Iterable[str]) -> list[str]:
@@ -422,9 +417,7 @@ def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[s
 
 
 def refuse_incomplete(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> None:
-    """Raise `CorruptCheckpointError` for a checkpoint of Megatron-Core that it could not load: the common state or
-    `metadata.json` is missing, or that file is another's.
-    """
+    """Raise `CorruptCheckpointError` for a checkpoint of Megatron-Core that it could not load."""
     megatron, flaw = is_megatrons(directory, index, names)
     if flaw := (megatron and common_state_flaw(directory, index, names)) or flaw:
         raise CorruptCheckpointError(flaw)

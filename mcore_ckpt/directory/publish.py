@@ -1,15 +1,8 @@
 """The directory of a save: begun, then published, or given up again.
 
-What it passes through; a crash between any two steps leaves the old checkpoint or the new one, never a mix:
-
-1. `open_target` (or, ahead of it, `reserve`): what is in force is read, and the save's note is made (`commit`). The
-   names of all new data files carry the save's id, so no name is ever used twice.
-2. The ranks write and fsync their data files. The new common state waits as `common.pt.<id>.pending`, in a store from
-   the next step on.
-3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one,
-   if no other save has been published since step 1. This is the moment the new checkpoint exists.
-4. The common state takes its place, and the files of the old checkpoint are removed. `metadata.json` is put next to
-   it: never over that of another save.
+`open_target` (or, ahead of it, `reserve`) begins the save's `Commit`. When the ranks have written and synced their data
+files, the coordinator looks for every one (`check_files`), and `publish` has `.metadata` replaced, if no other save has
+been published meanwhile. `metadata.json` is put next to it: never over that of another save.
 
 Changes of a checkpoint that stays are published as a save is, in the place of the index that was read: the common state
 is accepted as it is, tensors are removed.
@@ -18,6 +11,7 @@ is accepted as it is, tensors are removed.
 from __future__ import annotations
 
 import contextlib
+import operator
 import platform
 import secrets
 import time
@@ -84,9 +78,7 @@ _reserved: dict[str, Target] = {}
 
 
 def open_target(storage: Storage, options: SaveOptions) -> Target:
-    """Begin a save into a directory; the coordinator calls this once. Raises `CheckpointExistsError`, or `SaveError` if
-    another save is at work there or it cannot be written.
-    """
+    """Begin a save into a directory, on the coordinator. Raises `CheckpointExistsError`, or `SaveError`."""
     target = _reserved.pop(storage.location, None) or Target.begin(storage)
     target.commit.storage = storage  # with the deadlines of this save
     if target.commit.base is not None and options.on_existing == "error":
@@ -165,20 +157,17 @@ def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = 
     """
     storage = commit.storage
 
-    def look_for(name: str) -> None:
-        found[name] = storage.version(name)
-
-    def is_there(file: FileVersion | None, wanted: int) -> bool:
-        return file is not None and (file.size_bytes >= wanted if at_least else file.size_bytes == wanted)
-
+    is_wrong = operator.lt if at_least else operator.ne
     left = dict(planned)
     until_s = time.monotonic() + _FILES_APPEAR_WITHIN_S
     period_s = _FIRST_PERIOD_S
     found: dict[str, FileVersion | None] = {}
+    look = partial(in_parallel, work=lambda name: found.update({name: storage.version(name)}))
     while left:
         threads = _LOOKERS if len(left) > _LOOKERS else storage.asks_at_once
-        run_concurrently(storage.asks_at_once, partial(in_parallel, left, look_for, threads), commit.prepare)
-        left = {name: size for name, size in left.items() if not is_there(found[name], size)}
+        run_concurrently(storage.asks_at_once, partial(look, left, threads=threads), commit.prepare)
+        sizes = {name: -1 if (file := found[name]) is None else file.size_bytes for name in left}
+        left = {name: size for name, size in left.items() if is_wrong(sizes[name], size)}
         if not left or time.monotonic() >= until_s:
             break
         commit.check()
@@ -199,9 +188,7 @@ def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = 
 
 
 def settle(storage: Storage, config: bytes | None = None) -> None:
-    """The checkpoint that the directory was reserved for has been saved by other means than `open_target`: its common
-    state takes its place, and `metadata.json` gets `config` if given.
-    """
+    """The checkpoint of a reserved directory was saved by other means: put its common state and `config` next to it."""
     target = _reserved.pop(storage.location, None)
     if target is not None:
         try:
@@ -215,12 +202,13 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
 
 
 def write_config(storage: Storage, content: bytes) -> bool:
-    """Write `metadata.json` of the checkpoint that this process has published last, after any time; False if another
-    save has replaced that.
-    """
+    """Write `metadata.json` of the checkpoint published last here; False if another save has replaced it."""
     settle(storage, content)  # another strategy saved next to the common state
+    published = _published.get(storage.location)
     has_config, is_published = run_concurrently(
-        storage.asks_at_once, partial(_has_config, storage, content), partial(_is_still_published, storage)
+        storage.asks_at_once,
+        partial(_has_config, storage, content),
+        lambda: published is None or storage.version(METADATA_FILE) == published,
     )
     if not has_config and is_published:
         storage.publish(CONFIG_FILE, content)
@@ -235,12 +223,6 @@ def _has_config(storage: Storage, content: bytes) -> bool:
         return False
 
 
-def _is_still_published(storage: Storage) -> bool:
-    """Whether no other save has replaced the checkpoint that this process published last, if it published any."""
-    published = _published.get(storage.location)
-    return published is None or storage.version(METADATA_FILE) == published
-
-
 def bind_common_file(content: bytes, directory: Path) -> bytes:
     """The content of `.metadata`; its manifest, if any, names the `common.pt` in `directory`, too, if there is one."""
     pickled, manifest = split_metadata(content, str(directory))
@@ -251,9 +233,7 @@ def bind_common_file(content: bytes, directory: Path) -> bytes:
 
 
 def accept_common_file(path: Path) -> str | None:
-    """Accept the common state as it is now: write a new manifest. Returns the name of its file; None if the manifest
-    says the same of it already. Raises `CheckpointError`.
-    """
+    """Accept the common state as it is, by a new manifest. Returns its file; None if that says so already."""
     storage = storage_at(path)
     commit = Commit.begin(storage)
     try:
@@ -280,9 +260,7 @@ def accept_common_file(path: Path) -> str | None:
 
 
 def remove_tensors(path: Path, key_prefix: str) -> list[str]:
-    """Remove all keys with this prefix, which must not be empty, then files that hold nothing else; returns these. The
-    new index is published first. Raises `LoadError` or `SaveError`.
-    """
+    """Remove all keys with this prefix, then files that hold nothing else; returns these."""
     storage = storage_at(path)
     commit = Commit.begin(storage)
     try:

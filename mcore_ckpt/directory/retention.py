@@ -219,9 +219,7 @@ class _Newest:
 
 
 def _newest(whole: list[RunCheckpoint], keep_last: int, saved_last: int | None) -> _Newest:
-    """`whole` is sorted by number. A number above the last save is of a branch that the run has left, or of a later
-    save: neither counts.
-    """
+    """`whole` is sorted by number. Numbers above the last save do not count: of a branch that was left, or later."""
     times = {each.iteration: each.made_at_s or 0.0 for each in whole if each.iteration is not None}
     by_time = sorted(times, key=lambda iteration: (times[iteration], iteration))
     head = saved_last if saved_last is not None else (by_time[-1] if by_time else 0)
@@ -274,9 +272,7 @@ def _half_removed(storage: Storage) -> bool:
 
 
 def _reason_to_wait(storage: Storage, now_ns: int | None = None) -> str | None:
-    """Why a checkpoint that could go must not go now; None if nothing stands against it. `now_ns`: by the storage's
-    clock, if that is known, since the clock of this host may be wrong.
-    """
+    """Why an old checkpoint must not go now; None: it can. `now_ns`: by the storage's clock, if known."""
     try:
         if _half_removed(storage):
             return None
@@ -313,9 +309,7 @@ def _not_copied(storage: Storage) -> str | None:
 
 
 def is_of_removals(storage: Storage, own: str = "") -> bool:
-    """Whether removals alone have left notes in a directory, but for one's own, and none of them is known to be at
-    work.
-    """
+    """Whether all notes in a directory but one's own are of removals, none of them known to be at work."""
     try:
         found = [owner for owner in notes(storage, storage.list()) if owner.save != own]
     except LoadError:
@@ -338,9 +332,7 @@ def _ended_as_model_only(storage: Storage, save: str) -> bool:
 
 
 def reason_to_stay(checkpoint: RunCheckpoint, run: str | os.PathLike[str], own: str, there: Storage) -> str | None:
-    """Why a checkpoint of which something is being removed, under a note of one's own, must stay as it is; None: it can
-    go on. `there`: where it lies now.
-    """
+    """Why a checkpoint under a removal's own note must stay as it is; None: it can go. `there`: where it lies."""
     if tracked_name(run) == checkpoint.name:
         return "the tracker file names it"
     published = there.version(METADATA_FILE)

@@ -148,20 +148,14 @@ class PackedTensors(Mapping[str, TensorEntry]):
     """Tensors of an index by key, in the order of the file; an entry is made when it is asked for, and kept.
 
     One of many ranks requests few of the chunks that an index names; of the others, only columns of numbers are made.
-
-    Attributes:
-        rows: the number of each key.
-        names: the keys, by number.
-        forms: of each tensor.
-        places: of the chunks of all tensors, one after the other.
-        firsts: number of the first chunk of each tensor.
     """
 
     def __init__(self, keys: Sequence[str], forms: Sequence[TensorForm], places: StoredPlaces) -> None:
-        self.rows = dict(zip(keys, range(len(keys)), strict=True))
+        self.rows = dict(zip(keys, range(len(keys)), strict=True))  # number of each key
         self.names = keys
-        self.forms = forms
-        self.places = places
+        self.forms = forms  # of each tensor
+        self.places = places  # of the chunks of all tensors, one after the other
+        # Number of the first chunk of each tensor.
         self.firsts = list(accumulate([len(form.offsets) for form in forms], initial=0))
         self._made: dict[str, TensorEntry] = {}
         self._entries: dict[str, TensorEntry] | None = None
@@ -332,10 +326,7 @@ def is_extra_state(fqn: str) -> bool:
 
 
 def parse_object_key(fqn: str) -> ObjectShard | None:
-    """What `object_key` was made of, or None for a key of another form (plain DCP stores objects under their fqn).
-
-    Old Megatron versions left the last size of the grid out; it is -1 then, as in Megatron.
-    """
+    """What `object_key` was made of (-1: a size that old Megatron left out); None for a key of another form."""
     key, slash, shard = fqn.rpartition("/")
     parts = shard.split("_")
     if not slash or len(parts) != 3 or parts[0] != "shard":
@@ -431,12 +422,10 @@ def object_section(
     planner_data: Any,
     details: Mapping[str, Any],
 ) -> Section | None:
-    """The columns of the objects, and what else an index says; None if they cannot say all of it. `files`: numbers in
-    the manifest.
-    """
+    """The columns of the objects and of the rest of an index; None if they cannot say all of it."""
     items = [entry.item for entry in objects.values()]
     keys = [text_bytes(key) for key in objects]
-    paths = _path_lengths([*tensor_keys, *objects] if planner_data is not None else (), planner_data)
+    paths = array("I") if planner_data is None else _path_lengths([*tensor_keys, *objects], planner_data)
     text = json.dumps(details).encode()
     if paths is None or len(text) > _MAX_DETAILS_BYTES:
         return None
@@ -454,12 +443,8 @@ def object_section(
 
 
 def _path_lengths(keys: Sequence[str], planner_data: Any) -> array[int] | None:
-    """For each key the number of parts of its path, and for each part twice its length, and one more if it
-    is an int.
-    """
+    """For each key the number of parts of its path, and of each part twice its length, plus 1 for an int."""
     lengths = array("I")
-    if planner_data is None:
-        return lengths
     if type(planner_data) is not dict or not keys or len(planner_data) != len(keys):
         return None  # of no keys, the columns would say the same as of no planner_data
     for key in keys:
@@ -472,9 +457,7 @@ def _path_lengths(keys: Sequence[str], planner_data: Any) -> array[int] | None:
 
 
 def read_columns(manifest: Manifest, path: str, file: str, dtypes: Collection[str]) -> CheckpointIndex:
-    """The index in the columns of a manifest; `dtypes`: the names that there are. Raises `CorruptCheckpointError` if
-    they cannot be right.
-    """
+    """The index in the columns of a manifest; `dtypes`: known names. Raises `CorruptCheckpointError`."""
     assert manifest.columns is not None
     files, crcs = list(manifest.files), manifest.crcs
     what = f"{file}: the index in its manifest"
@@ -658,9 +641,7 @@ _ZSTD: Final = re.compile(r"stream\.zstd(@[^/]*)?/1(\..*)?")
 
 
 def is_compressed(descriptors: Any, where: str, fqn: str) -> bool:
-    """Whether DCP's writer has stored an item through zstd, by its `transform_descriptors`. `LoadError`: through
-    another of its `_extensions`.
-    """
+    """Whether DCP's writer has stored an item through zstd; `LoadError`: through another transform."""
     if not descriptors:
         return False
     one = descriptors[0] if type(descriptors) in (list, tuple) and len(descriptors) == 1 else None
@@ -681,9 +662,7 @@ MAX_INFLATION: Final = 1100
 
 
 def read_item(reader: RangeReader, item: StoredItem, nbytes: int = 0) -> bytes:
-    """The container of an item, unpacked if it is compressed. `nbytes`: the elements that it holds, if that is known.
-    Raises as `RangeReader.read`; `LoadError`: zstandard is not installed.
-    """
+    """The container of an item, unpacked if compressed; `nbytes`: of its elements, if known. Raises `LoadError`."""
     return unpacked(reader.read(item.offset, item.length), item, nbytes)
 
 

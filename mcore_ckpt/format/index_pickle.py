@@ -197,9 +197,7 @@ ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
 
 
 def unpickle_index(data: bytes, where: str) -> Any:
-    """The stand-in for what an index is pickled from; no other name than those of `ALLOWED_GLOBALS` is known. Raises
-    `UnsafePickleError`, `NewerFormatError` or `CorruptCheckpointError`.
-    """
+    """The stand-in for what an index is pickled from. Raises `UnsafePickleError` for a name that is not known."""
     with as_read_errors(where, len(data)):
         check_opcodes(data)
         return _Unpickler(data, where).load()
@@ -413,9 +411,7 @@ class _IndexBuilder:
         return {**plain, "modules": plain["modules"] or []}  # came with torch 2.7
 
     def _plain(self, value: Any, what: str) -> Any:
-        """`value` with stand-ins turned into plain values; each container once, so that shared references cost
-        no more.
-        """
+        """`value` with plain values for stand-ins; each container once, so shared references cost nothing."""
         done: dict[int, Any] = {}
 
         def convert(part: Any) -> Any:

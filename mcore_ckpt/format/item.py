@@ -186,20 +186,14 @@ class PayloadFrame:
 
 
 class ArchiveLayout:
-    """Where everything lies in what `torch.save` writes of an object with tensors, `pickled` with storages by number.
-
-    Attributes:
-        begin: the file up to the header of the first storage.
-        offsets: of each storage's header; header, payload and descriptor follow one another, and so do all storages.
-        frames: what is around the payload of each storage.
-    """
+    """Where all lies in what `torch.save` writes of an object, `pickled` with storages of its tensors by number."""
 
     def __init__(self, pickled: bytes, storage_bytes: Sequence[int]) -> None:
         self._pickle = (_PICKLE_NAME, _VERSION_20, _UTF8, zlib.crc32(pickled), len(pickled))
-        self.begin = _local_header(*self._pickle) + pickled
+        self.begin = _local_header(*self._pickle) + pickled  # up to the header of the first storage
         self._storage_bytes = storage_bytes
-        self.offsets: list[int] = []
-        self.frames: list[PayloadFrame] = []
+        self.offsets: list[int] = []  # of each storage's header; payload and descriptor follow, then the next storage
+        self.frames: list[PayloadFrame] = []  # around each payload
         position = len(self.begin)
         for number, nbytes in enumerate(storage_bytes):
             self.offsets.append(position)
@@ -252,10 +246,7 @@ class ArchiveLayout:
 # 4096 templates take about 5 MB; more would eat into what a save is allowed to take.
 @lru_cache(maxsize=4096)
 def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
-    """The bytes around the payload of a C-contiguous tensor of `shape`, in elements.
-
-    Raises `UnsupportedDtypeError`, or `ValueError` for a negative size or a tensor of 2**63 bytes.
-    """
+    """The bytes around the payload of a C-contiguous tensor. `UnsupportedDtypeError`, `ValueError`: there is none."""
     element_count = math.prod(shape)
     payload_bytes = element_count * dtype_entry(dtype).element_bytes
     if payload_bytes > _MAX_PAYLOAD_BYTES or (shape and min(shape) < 0):
@@ -338,10 +329,7 @@ class RecordSpan(NamedTuple):
 
 
 def verify_records(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> Iterator[RecordSpan]:
-    """Every record of an archive that `torch.save` wrote, with the CRC-32 to expect of its content.
-
-    Arguments as in `locate_tensor`. Raises `CorruptCheckpointError` if headers contradict each other.
-    """
+    """Every record of an archive, with the CRC-32 to expect. Raises `CorruptCheckpointError` for contradictions."""
     archive = Archive(ItemBytes(read, item_bytes, where))
     for record in archive.records.values():
         crc = record.crc32 if archive.has_checksums else None
@@ -352,10 +340,7 @@ _ID_NAME, _ID_BYTES = b"archive/.data/serialization_id", 40  # torch numbers its
 
 
 class ItemForm(NamedTuple):
-    """What items of one dtype, shape, length and writer share: all but the payload, its CRC-32, and the id of torch.
-
-    An item of the form of a sound one is sound, too, and its payload lies at the same place.
-    """
+    """What items of one dtype, shape, length and writer share: with one that is sound, all of its form are."""
 
     kind: DtypeAndShape
     item_bytes: int

@@ -127,9 +127,7 @@ class CheckpointConfig:
 
 
 def read_config(path: str | Path) -> CheckpointConfig | None:
-    """`metadata.json` of the checkpoint in `path`; None where there is none (plain DCP). Raises
-    `CorruptCheckpointError`.
-    """
+    """`metadata.json` of a checkpoint; None where there is none. Raises `CorruptCheckpointError`."""
     directory = checkpoint_path(path)
     try:
         text = read_small_file(directory, CONFIG_FILE)
@@ -164,9 +162,7 @@ def encode_config() -> bytes:
 
 
 def read_small_file(directory: Path, name: str, max_bytes: int | None = None, *, follow_links: bool = False) -> bytes:
-    """All of a file that has no reason to be large, by default as large as an index or `metadata.json` may be. Raises
-    `LoadError`, of the class that says why.
-    """
+    """All of a file that has no reason to be large. Raises `LoadError`, of the class that says why."""
     default_bytes = MAX_CONFIG_BYTES if name == CONFIG_FILE else MAX_METADATA_BYTES
     with _open_small_file(directory, name, follow_links=follow_links) as reader:
         return reader.read_all(default_bytes if max_bytes is None else max_bytes)

@@ -85,13 +85,6 @@ def _memo_get(number: int) -> bytes:
     return b"h" + bytes((number,)) if number < 256 else _PACK_GET(b"j", number)
 
 
-def _named_classes() -> tuple[bytes, dict[str, bytes]]:
-    """What every pickle begins with: all classes and attribute names, memoized and popped; and the GET of each."""
-    names = [(name, _text(module) + _text(name) + b"\x93") for name, module in _CLASSES.items()]
-    names += [(name, _text(name)) for name in _ATTRIBUTES]
-    return b"".join(made + b"\x940" for _, made in names), {name: _memo_get(n) for n, (name, _) in enumerate(names)}
-
-
 _PACK_FRAME = Struct("<cQ").pack
 
 
@@ -179,10 +172,15 @@ class MetadataEncoder:
         The items of `manifest` are the tensors' chunks, then the objects; the index is put into it in columns.
         """
         renamed = files or {}
+        pickled_meta = b"N"
         meta: dict[str, Any] | None = None
         if storage_meta is not None:
-            meta = {name: None if storage_meta.get(name) is None else str(storage_meta[name]) for name in META_IDS}
-            meta["modules"] = [str(name) for name in storage_meta.get("modules") or ()]
+            ids = {name: None if storage_meta.get(name) is None else str(storage_meta[name]) for name in META_IDS}
+            modules = [str(name) for name in storage_meta.get("modules") or ()]
+            meta = {**ids, "modules": modules}
+            state = b"".join(_text(name) + (b"N" if text is None else _text(text)) for name, text in ids.items())
+            state += _text("modules") + b"](" + b"".join(map(_text, modules)) + b"e"
+            pickled_meta = _new(self._attributes["StorageMeta"], state)
         file_names = b"".join(_text(renamed.get(name, name)) + b"\x940" for name in self._files)
         entries, places = self._emit_objects(_Memo(self._memo_count), objects)
         parts = [
@@ -195,10 +193,9 @@ class MetadataEncoder:
             self._tensor_places,
             places,
             b"u" + _text("storage_meta"),
-            self._emit_storage_meta(meta),
-            _text("version") + _text(self._version),
+            pickled_meta,
+            _text("version") + _text(self._version) + b"ub.",
         ]
-        parts.append(b"ub.")
         body = b"".join(parts)
         content = b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
         if manifest is None:
@@ -229,9 +226,10 @@ class MetadataEncoder:
 
     def _emit_names(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> bytes:
         """Memoize (and pop) everything that has a name and is used again and again."""
-        classes, self._attributes = _named_classes()
-        memo.count = len(self._attributes)
-        parts = [classes]
+        names = [(name, _text(module) + _text(name) + b"\x93") for name, module in _CLASSES.items()]
+        names += [(name, _text(name)) for name in _ATTRIBUTES]
+        self._attributes = {name: memo.next() for name, _ in names}
+        parts = [made + b"\x940" for _, made in names]
         layout = self._attributes["_get_layout"] + _text("torch.strided") + b"\x85R"
         memory_format = self._attributes["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"  # contiguous
         self._properties: dict[tuple[str, bool], bytes] = {}
@@ -309,15 +307,6 @@ class MetadataEncoder:
         get = self._attributes
         return get["_StorageInfo"] + b")\x81}(" + get["relative_path"] + file + get["offset"]
 
-    def _emit_storage_meta(self, fields: Mapping[str, Any] | None) -> bytes:
-        if fields is None:
-            return b"N"
-        state = b""
-        for name in META_IDS:
-            state += _text(name) + (b"N" if fields[name] is None else _text(fields[name]))
-        modules = b"".join(map(_text, fields["modules"]))
-        return _new(self._attributes["StorageMeta"], state + _text("modules") + b"](" + modules + b"e")
-
 
 def _compressed_error(fqn: str) -> SaveError:
     return SaveError(
@@ -337,10 +326,7 @@ def encode_metadata(index: CheckpointIndex) -> bytes:
 
 
 def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, ManifestFile]) -> Manifest | None:
-    """The manifest of `index`, in the order of its encoding; None if a checksum is not known.
-
-    Of `files`, those of which nothing is left are not named.
-    """
+    """The manifest of `index`, in the order of its encoding; None if a checksum is not known."""
     items = [item for _, _, item in index.items()]
     crcs = [item.crc32 for item in items if item.crc32 is not None]
     named = {item.file for item in items}

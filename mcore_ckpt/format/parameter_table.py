@@ -100,9 +100,7 @@ def dense_slices(region: Region) -> Iterator[tuple[Box, int]]:
 
 
 def encode_parameters(buckets: Sequence[tuple[str, int]], regions: Sequence[Region]) -> bytes:
-    """The table of some buckets (name and number of elements of each). `CorruptCheckpointError`: no reader would take
-    it.
-    """
+    """The table of buckets (name, elements). `CorruptCheckpointError`: no reader would take it."""
     if len(regions) > _MOST_REGIONS:
         raise CorruptCheckpointError(f"{len(regions)} regions, at most {_MOST_REGIONS} fit into a table")
     forms: dict[Form, int] = {}
@@ -150,9 +148,7 @@ class FlatBucket(NamedTuple):
 
 
 def flat_buckets(index: CheckpointIndex) -> dict[str, dict[str, FlatBucket]]:
-    """The buckets of a checkpoint by key without the state, by prefix of the group of ranks. `CorruptCheckpointError`:
-    two states of one have other shapes.
-    """
+    """The buckets of a checkpoint by key without the state, by prefix of the group of ranks."""
     found: dict[str, dict[str, FlatBucket]] = {}
     for key in filter(is_flat_bucket, index.tensors):
         if (match := BUCKET.fullmatch(key)) is not None:
@@ -198,13 +194,7 @@ def tensors_of_buckets(
 
 
 class ParameterTable:
-    """A decoded table, of which all has been checked that can be without the checkpoint.
-
-    Attributes:
-        buckets, sizes: key without the state, and number of elements, of each bucket.
-        states: of each bucket that is stored, dtypes by state.
-        keys: of the parameter of each region.
-    """
+    """A decoded table, of which all has been checked that can be without the checkpoint."""
 
     def __init__(
         self, data: bytes, where: str, group: str = "", stored: Mapping[str, FlatBucket] | None = None
@@ -228,15 +218,15 @@ class ParameterTable:
         lengths = columns.column("I", buckets + regions)
         names = columns.texts(lengths)
         columns.finish()
-        self._names, self.keys = names[:buckets], names[buckets:]
-        self.buckets = [group + name for name in self._names]
+        self._names, self.keys = names[:buckets], names[buckets:]  # keys: of the parameter of each region
+        self.buckets = [group + name for name in self._names]  # without the state
         if len({*self._names}) < len(self._names):
             raise columns.wrong("a bucket is named twice")
         if stored is not None:
             own, others = dict(zip(self.buckets, self.sizes, strict=True)), {n: one.elems for n, one in stored.items()}
             if other := min((name for name in {*own, *others} if own.get(name) != others.get(name)), default=""):
                 raise columns.wrong(f"{own.get(other)} elements of {other}, of which {others.get(other)} are stored")
-            self.states = [stored[name].states for name in self.buckets]
+            self.states = [stored[name].states for name in self.buckets]  # dtypes by state
         if regions and (self._owners.max() >= buckets or self._of_forms.max() >= forms or self._copies.max() > 1):
             raise columns.wrong("a region is of a bucket or a form that it does not have")
         self._check_slices()

@@ -174,9 +174,7 @@ class _OneTensor(_TensorNotes):
 
 @lru_cache(maxsize=4096)
 def tensor_of(pickle: bytes) -> FileTensor:
-    """The tensor of a pickle of any form; raises `NotPlainTensorError`, where decoding may help, `WrongArgumentsError`
-    for a tensor that cannot be, or `CorruptCheckpointError`.
-    """
+    """The tensor of a pickle of any form; `NotPlainTensorError`: decoding may help; else it cannot be."""
     try:
         tensor = unpickle(pickle, _OneTensor(), "its pickle")
     except CheckpointError as error:
@@ -243,9 +241,7 @@ class _Opaques(Rules):
 
 
 def read_plain(content: bytes, where: str, *, with_storages: bool = False) -> Any:
-    """What `torch.save` wrote, to look at: each class becomes an `Opaque`. Tensors are read to compare them only
-    (`with_storages`). Raises `LoadError`.
-    """
+    """What `torch.save` wrote, each class an `Opaque`; tensors only `with_storages`. Raises `LoadError`."""
     with _archive_errors(where):
         archive = archive_of(content, where)
         return unpickle(plain_content(archive, "data.pkl"), _Opaques(archive if with_storages else None), where)

@@ -312,9 +312,7 @@ class Rules:
     advice = ""  # at the end of an error for arguments that nothing saved has
 
     def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
-        """The value that a name stands for, and what may be done with it; None: stand-ins stay what they are. Raises
-        `KeyError` if it is not allowed.
-        """
+        """What a name stands for, and what may be done with it; None: it stays a stand-in; `KeyError`: refused."""
         return None
 
     def referred(self, reference: Any) -> Any:
@@ -337,9 +335,7 @@ def names_in(data: bytes) -> Iterable[str]:
 
 
 def unpickle(data: bytes, rules: Rules, where: str) -> Any:
-    """The value of the pickle in `data`; bytes after its end are ignored. `UnsafePickleError`: it names what no rule
-    allows. `NewerFormatError`, `CorruptCheckpointError`: a newer writer's, or no pickle.
-    """
+    """The value of the pickle in `data`. Raises `UnsafePickleError`, `NewerFormatError`, `CorruptCheckpointError`."""
     with as_read_errors(where, len(data), rules.advice), collector_paused():
         check_opcodes(data)
         unpickler = _Unpickler(data)

@@ -59,10 +59,7 @@ _MAX_DIRECTORY_BYTES = 128 * 1024 * 1024
 
 
 class ItemBytes:
-    """Bytes of one item by offset: both ends are read at once and kept, anything else is read when asked for.
-
-    Attributes: `head` and `tail` are these ends, at least a kilobyte each if the item has that many.
-    """
+    """Bytes of one item by offset; both ends (`head`, `tail`: a kilobyte at least) are read at once and kept."""
 
     __slots__ = ("_read", "_tail_at", "head", "item_bytes", "tail", "where")
 
@@ -261,9 +258,7 @@ def _wide_values(item: ItemBytes, extra: bytes, *narrow: int) -> list[int]:
 
 
 def _record_start(item: ItemBytes, record: ZipRecord) -> int:
-    """Offset of a record's content. Local header and data descriptor have to say what the directory says: that shows a
-    wrong offset or size even where the content's checksum is not computed.
-    """
+    """Offset of a record's content; local header and descriptor must say what the directory says."""
     name = record.name.encode()
     content_at = record.header_offset + 30 + len(name)
     fixed = item.get(record.header_offset, 30 + len(name))
@@ -325,9 +320,7 @@ def member_of(content: bytes, name: str) -> bytes | None:
 
 
 def with_versions(content: bytes, layout: str, ranks: Mapping[int, int], versions: Sequence[bytes]) -> bytes:
-    """The record of an object, with other versions of it. `ranks`: for each that has one, which; `layout`: of the job,
-    under which alone the numbers of ranks mean something.
-    """
+    """An object's record with other versions; `ranks`: which each has, under this `layout` of the job alone."""
     told = json.dumps({"layout": layout, "ranks": dict(ranks)}).encode()
     return with_members(content, {_RANKS: told, **{f"{_FOLDER}{n}": version for n, version in enumerate(versions)}})
 
@@ -339,9 +332,7 @@ def layout_of_versions(content: bytes) -> str | None:
 
 
 def version_of(content: bytes, layout: str, rank: int) -> bytes:
-    """The record of a rank's own version; the main one, if it has none, or if the job has another layout. Raises
-    `CorruptCheckpointError`.
-    """
+    """A rank's own version of a record, or the main one. Raises `CorruptCheckpointError`."""
     found = _versions(content)
     if found is None or found[0] != layout or (number := found[1].get(str(rank))) is None:
         return content

@@ -1,4 +1,4 @@
-"""One file, laid out: tensors and objects -> every offset in it, before its first byte is written.
+"""Files laid out, every offset in them before the first byte is written; and `.metadata` of what was written.
 
 A file holds two halves: first **bytes_data**, the serialized objects, in a region with some room to grow, then
 **tensor_data**, each tensor in the zip that `torch.save` writes, and last the integrity footer. Sizes of tensors are
@@ -7,21 +7,47 @@ object changes its size.
 
 A `BucketLayout` depends on the structure of the state only (keys, dtypes, shapes, offsets). A `FileImage` is the part
 of it that a writer needs: where payloads lie, and the places of their checksums.
+
+Of all ranks' plans and results `.metadata` is made: the index of the tensors, the manifest, the fingerprints. To put
+the index together takes half a second for 20,000 tensors of two ranks, and needs nothing but the plans: so the
+coordinator's writer process does that on a second thread, and no training waits for it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate, chain, groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Stretch
-from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.format.integrity import BLOCK_BYTES, FooterPlan, TableColumns, inner_blocks
+from mcore_ckpt.core.crc import NO_SHIFT, crc32, shift_factor
+from mcore_ckpt.core.errors import PlanError, SaveError
+from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    of_different_offsets,
+)
+from mcore_ckpt.format.integrity import (
+    BLOCK_BYTES,
+    NO_FINGERPRINT,
+    FooterPlan,
+    Manifest,
+    ManifestFile,
+    RankPlan,
+    TableColumns,
+    decoded_plans,
+    inner_blocks,
+)
 from mcore_ckpt.format.item import TensorTemplate, element_bytes, place, tensor_template
+from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 
 if TYPE_CHECKING:
     import torch
@@ -105,10 +131,7 @@ _OBJECT_ALIGNMENT_BYTES = 64
 
 
 class TensorSpec(NamedTuple):
-    """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements.
-
-    `original_shape` is the parameter's own global shape where `shape` is that of a stored form (see `flattened`).
-    """
+    """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements."""
 
     key: str
     dtype: str
@@ -116,7 +139,7 @@ class TensorSpec(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     nbytes: int
-    original_shape: tuple[int, ...] | None = None
+    original_shape: tuple[int, ...] | None = None  # of the parameter, where `shape` is that of a stored form
 
     def stretch(self) -> Stretch:
         """Where its elements lie in the tensor."""
@@ -157,9 +180,7 @@ def lay_out_file(
     object_keys: Sequence[str] = (),
     objects_bytes: Sequence[int] = (),
 ) -> tuple[BucketLayout, TableColumns]:
-    """Lay out a bucket's file, and the same in columns; the region of the objects gets some room to grow beyond
-    `objects_bytes`.
-    """
+    """Lay out a bucket's file, and the same in columns; objects may grow a little beyond `objects_bytes`."""
     templates = [tensor_template(spec.dtype, spec.sizes) for spec in specs]
     item_offsets = array("q")
     payload_offsets = array("q")
@@ -182,7 +203,13 @@ def lay_out_file(
         crc_positions.extend([start + crc for start in starts for crc in crcs])
         item_bytes += [size_bytes] * count
         position = starts[-1] + size_bytes
-    columns = _table_columns(specs, item_offsets, item_bytes, object_keys)
+    columns = TableColumns.of(
+        [spec.key for spec in specs],
+        [spec.dtype for spec in specs],
+        [(spec.shape, spec.offsets, spec.sizes) for spec in specs],
+        chain.from_iterable(zip(item_offsets, item_bytes, strict=True)),
+        object_keys,
+    )
     footer = FooterPlan.of(columns)
     image = FileImage(
         size_bytes=position + footer.size_bytes,
@@ -205,26 +232,6 @@ def _strided(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, Stretch]]:
         stretch = spec.stretch()
         if stretch.bytes_behind() is None:
             yield number, stretch
-
-
-def _table_columns(
-    specs: Sequence[TensorSpec],
-    item_offsets: Iterable[int],
-    item_bytes: Iterable[int],
-    object_keys: Sequence[str],
-) -> TableColumns:
-    dtypes = {dtype: code for code, dtype in enumerate(dict.fromkeys(spec.dtype for spec in specs))}
-    boxes = chain.from_iterable([(spec.shape, spec.offsets, spec.sizes) for spec in specs])
-    places = chain.from_iterable(zip(item_offsets, item_bytes, strict=True))
-    return TableColumns(
-        tuple(dtypes),
-        [spec.key for spec in specs],
-        array("I", [dtypes[spec.dtype] for spec in specs]),
-        array("I", [len(spec.shape) for spec in specs]),
-        array("q", list(chain.from_iterable(boxes))),
-        array("q", list(places)),
-        object_keys,
-    )
 
 
 class WriteBucket(NamedTuple):
@@ -271,3 +278,150 @@ def fill_bucket(
     footer, table_crc32 = layout.footer.fill(save_id, layout.image.size_bytes, zip(offsets, lengths, strict=True))
     file = PlannedFile(name, layout.image, table_crc32, array("I", map(crc32, bytes_data)))
     return WriteBucket(layout, file, tuple(bytes_data), tuple(offsets), footer, tensor_data, pointers)
+
+
+# --- what was written -------------------------------------------------------------------------------------------------
+
+
+def index_tensors(plans: Iterable[RankPlan]) -> tuple[dict[str, TensorEntry], array[int]]:
+    """The index entries of all ranks' tensors by key, and for each chunk its item's number in the plans."""
+    heads: dict[str, tuple[str, tuple[int, ...], list[StoredChunk], list[int]]] = {}
+    number = 0
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # offsets and sizes recur in many tensors: one of each is kept
+    same = known.setdefault
+    for file, _, columns in chain.from_iterable(plans):
+        boxes, places, dtypes = columns.boxes.tolist(), columns.places.tolist(), columns.dtypes
+        position = 0
+        rows = zip(columns.keys, columns.ndims, columns.dtype_codes, places[::2], places[1::2], strict=True)
+        for key, ndim, dtype_code, offset, length in rows:
+            offsets_at = position + ndim
+            sizes_at = offsets_at + ndim
+            stop = sizes_at + ndim
+            head = heads.get(key)
+            if head is None:
+                head = heads[key] = (dtypes[dtype_code], tuple(boxes[position:offsets_at]), [], [])
+            item = StoredItem(file, offset, length)
+            offsets, sizes = tuple(boxes[offsets_at:sizes_at]), tuple(boxes[sizes_at:stop])
+            head[2].append(StoredChunk(same(offsets, offsets), same(sizes, sizes), item))
+            head[3].append(number)
+            number += 1
+            position = stop
+    entries: dict[str, TensorEntry] = {}
+    order = array("I")
+    for key, (dtype, shape, chunks, numbers) in heads.items():
+        kept = of_different_offsets(chunks)
+        entries[key] = TensorEntry(key, dtype, shape, tuple(chunks[n] for n in kept) if kept else tuple(chunks))
+        order.extend([numbers[n] for n in kept] if kept else numbers)
+    return entries, order
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPlan:
+    """All ranks' tensors, checked before (`state/plan_check.py`): what `.metadata` is made from. Cheap to pickle."""
+
+    encoded: tuple[bytes, ...]  # the plan of each rank
+    files: tuple[tuple[str, int], ...] = ()  # name, without the id of a save, and length in bytes of all ranks' files
+    mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)  # as in `CheckpointIndex`
+
+    @collector_paused()
+    def encoder(self) -> MetadataEncoder:
+        """Put the index of the tensors together, which takes half a second for 20,000 tensors of two ranks."""
+        tensors, order = index_tensors(decoded_plans(self.encoded))
+        index = CheckpointIndex("", tensors, {}, mcore_data=self.mcore_data)
+        return MetadataEncoder(index, order, chunk_factors(index))
+
+
+def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
+    """How the CRC-32 of each chunk counts in the fingerprint of its tensor."""
+    factors, firsts = array("I"), array("q")
+    for key, dtype, shape, chunks, _ in index.tensors.values():
+        firsts.append(len(factors))
+        own_shape = index.original_shape(key)
+        if len(chunks) == 1 and chunks[0].sizes == shape and own_shape is None:
+            factors.append(NO_SHIFT)
+            continue
+        elem_bytes = element_bytes(dtype)
+        for offsets, sizes, _ in chunks:
+            behind = Stretch.of_chunk(shape, offsets, sizes, elem_bytes, own_shape).bytes_behind()
+            factors.append(0 if behind is None else shift_factor(behind))
+    return ChunkFactors(factors, firsts)
+
+
+def metadata_of(
+    encoder: MetadataEncoder,
+    objects: Sequence[tuple[ObjectEntry, ...]],
+    files: Sequence[Sequence[WrittenFile]],
+    *,
+    save_id: bytes,
+    storage_meta: dict[str, Any],
+    common: ManifestFile | None = None,
+    names: Mapping[str, str] | None = None,
+) -> bytes:
+    """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of one key.
+
+    `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
+    plan. `names`: new names for files of the plan.
+    """
+    entries: dict[str, ObjectEntry] = {}
+    for rank, of_rank in enumerate(objects):
+        for entry in of_rank:
+            if entry.fqn in entries:
+                raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
+            entries[entry.fqn] = entry
+    written = list(chain.from_iterable(files))
+    order = encoder.order  # the number of each tensor item among those of all files
+    crcs = list(chain.from_iterable(file.crcs for file in written))
+    firsts = list(accumulate((len(file.crcs) for file in written), initial=0))
+    cumulative: dict[int, array[int]] = {}
+    for first, file in zip(firsts, written, strict=False):
+        at = 0
+        for number, count in zip(file.long_payloads, file.inner_blocks, strict=True):
+            cumulative[first + number] = file.blocks[at : at + count]
+            at += count
+    summed = [(n, cumulative[number]) for n, number in enumerate(order) if number in cumulative] if cumulative else []
+    listed = {file.name: ManifestFile(file.size_bytes, file.table_crc32, save_id) for file in written}
+    if common is not None:
+        listed[COMMON_FILE] = common
+    ordered = array("I", [crcs[number] for number in order])
+    ordered.extend(chain.from_iterable(file.object_crcs for file in written))
+    manifest = Manifest(
+        save_id,
+        dict(sorted(listed.items())),
+        ordered,
+        array("Q", [n for n, _ in summed]),
+        array("I", [len(sums) for _, sums in summed]),
+        array("I", chain.from_iterable(sums for _, sums in summed)),
+        fingerprints=None if encoder.factors is None else _fingerprints(encoder.factors, order, crcs, written, firsts),
+    )
+    return encoder.encode(entries, files=names, storage_meta=storage_meta, manifest=manifest)
+
+
+def _fingerprints(
+    factors: ChunkFactors,
+    order: Sequence[int],
+    crcs: Sequence[int],
+    files: Sequence[WrittenFile],
+    firsts: Sequence[int],
+) -> array[int]:
+    """The fingerprint of each tensor; -1 of those without. `firsts`: number of the first item of each file."""
+    import numpy as np  # which a writer process does without
+
+    if not factors.firsts:
+        return array("q")
+    counts = np.array(crcs, np.uint32)[np.array(order)]
+    multipliers = np.array(factors.factors, np.uint32)
+    if (multipliers != NO_SHIFT).any():
+        from mcore_ckpt.core.fingerprints import products
+
+        counts = products(counts, multipliers)
+    unknown = set[int]()
+    if not multipliers.all():
+        parts = {first + n: part for first, file in zip(firsts, files, strict=False) for n, part in file.parts}
+        for chunk in np.flatnonzero(multipliers == 0).tolist():
+            part = parts.get(order[chunk])
+            counts[chunk] = part or 0
+            if part is None:  # a rank saves without fingerprints
+                unknown.add(bisect_right(factors.firsts, chunk) - 1)
+    sums = np.bitwise_xor.reduceat(counts, np.array(factors.firsts)).astype(np.int64)
+    sums[sorted(unknown)] = NO_FINGERPRINT
+    return array("q", sums.tobytes())

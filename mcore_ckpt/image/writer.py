@@ -6,13 +6,11 @@ the container repeats behind it. An image therefore names the payloads and, for 
 hands each piece to the I/O threads as soon as nothing in it can change any more, so that checksums cost no time of
 their own: the device is busy with the piece before.
 
-The image is put together one window at a time, in a few buffers that are used again; the memory this takes does not
-depend on the size of the image. Also one that lies in a staging buffer is copied into windows: those are private memory
-in huge pages: the device is so much faster from it, and spends so much less CPU time, that the copy pays.
+The image is put together one window at a time, in a few buffers that are used again. Also one that lies in a staging
+buffer is copied into windows: from their huge pages the device is so much faster that the copy pays.
 
-The pieces go to one `Crew` for all files of a rank. Its threads are idle only when nothing is ready, so the device
-stays busy across the boundary between two files, and the fsync of one overlaps the filling of the next. The thread that
-writes the last piece of a file has it finished. The first error stops everything: all files of the job are aborted,
+The pieces go to one `Crew` for all files of a rank, so the device stays busy across the boundary between two files, and
+the fsync of one overlaps the filling of the next. The first error stops everything: all files of the job are aborted,
 finished ones included, since a save is published as a whole or not at all.
 """
 
@@ -29,6 +27,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from mcore_ckpt.core.crc import crc32
@@ -49,34 +48,27 @@ WINDOW_BYTES: Final = 8 * 1024 * 1024
 
 
 class WindowPool:
-    """Aligned buffers of one size, lent one at a time and kept between saves, so that a save allocates nothing. Three
-    keep both ends busy: one is filled, one is written, one is in between.
-    """
+    """Aligned buffers of one size, kept between saves. Three: one is filled, one is written, one in between."""
 
     def __init__(self, window_bytes: int = WINDOW_BYTES, windows: int = 3) -> None:
         self.window_bytes = window_bytes
         self.windows = windows
-        self._free: deque[memoryview] = deque()
-        self._made = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every buffer that was lent is back. A write that hangs keeps its own for good."""
-        return len(self._free) == self._made
+        self.free: deque[memoryview] = deque()
+        self.made = 0
 
     def take(self) -> memoryview | None:
         """A free buffer, made on first use; None when all are lent out. Not for several threads at once."""
-        if self._free:
-            return self._free.popleft()
-        if self._made == self.windows:
+        if self.free:
+            return self.free.popleft()
+        if self.made == self.windows:
             return None
         buffer = aligned_buffer(self.window_bytes)
-        self._made += 1
+        self.made += 1
         return buffer
 
     def give_back(self, buffer: memoryview) -> None:
         """Return a buffer that `take` lent; may come from any thread."""
-        self._free.append(buffer)
+        self.free.append(buffer)
 
 
 # How long a Ctrl-C waits for a write in progress to end.
@@ -99,11 +91,11 @@ class _Checksums:
         self._summed_to = 0  # file offset; counts only inside the payload of the current item
         self._partial = 0
         self._stretches = dict(image.strided)
-        self._strided: StridedSums | None = None
+        self.strided: StridedSums | None = None  # what payloads of several runs add to fingerprints
         if image.strided:
             from mcore_ckpt.core.fingerprints import StridedSums  # (numpy, which few writers need)
 
-            self._strided = StridedSums()
+            self.strided = StridedSums()
         self._late: list[tuple[int, bytes]] = []  # (file offset, bytes) to patch in windows to come; a heap
 
     def advance(self, view: memoryview, base: int, stop: int) -> None:
@@ -114,7 +106,7 @@ class _Checksums:
             self._patch_late(view, base)
         image = self._image
         offsets, lengths, positions = image.payload_offsets, image.payload_lengths, image.crc_positions
-        crcs, per_item, stretches, strided = self.crcs, self._crcs_per_item, self._stretches, self._strided
+        crcs, per_item, stretches, strided = self.crcs, self._crcs_per_item, self._stretches, self.strided
         view_stop = base + len(view)
         item, start, value = self._item, self._summed_to, self._partial
         while item < len(offsets):
@@ -147,16 +139,10 @@ class _Checksums:
             item += 1
         self._item, self._summed_to, self._partial = item, start, value
 
-    def parts(self) -> tuple[tuple[int, int], ...]:
-        """As of `WrittenFile`, when all payloads have been summed."""
-        return () if self._strided is None else tuple(self._strided.finish().items())
-
     def _advance_blocks(
         self, view: memoryview, base: int, offset: int, end: int, start: int, stop: int, value: int
     ) -> tuple[int, int]:
-        """Sum the payload `[offset, end)` from `start` to its last inner block boundary before `stop`, and keep each
-        sum. Returns how far it came, and the sum.
-        """
+        """Sum a payload up to its last block boundary before `stop`, and keep each sum; returns place and sum."""
         boundary = offset + ((start - offset) // BLOCK_BYTES + 1) * BLOCK_BYTES
         while boundary <= stop and boundary < end:
             value = crc32(view[start - base : boundary - base], value)
@@ -291,7 +277,7 @@ class ImageStream:
 
     def result(self) -> WrittenFile:
         """The result of the file, when it is finished."""
-        planned = self.planned
+        planned, strided = self.planned, self._checksums.strided
         return WrittenFile(
             name=planned.name,
             size_bytes=self.size_bytes,
@@ -301,34 +287,21 @@ class ImageStream:
             long_payloads=planned.image.long_payloads,
             inner_blocks=planned.image.inner_blocks,
             blocks=self._checksums.blocks,
-            parts=self._checksums.parts(),
+            parts=() if strided is None else tuple(strided.finish().items()),
             write_s=self.write_s,
             fsync_s=self.fsync_s,
         )
 
 
-def _page_cuts(start: int, stop: int) -> list[tuple[int, int]]:
-    """A ragged beginning, whole pages, a ragged end."""
-    first, last = align_up(start), stop // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    if first >= last:
-        return [(start, stop)] if start < stop else []
-    return [(a, b) for a, b in ((start, first), (first, last), (last, stop)) if a < b]
-
-
 class ImageWriter:
     """Writes images through one crew of threads, as one job: all of them or none.
 
-    A context manager, for one caller. Images may be set one after the other, so that the next one's first windows
-    follow without a gap, or in turn; when all buffers are held then, the stream that was idle longest releases its own.
-    On leaving, all files are finished and `results` is complete, in the order in which they were opened. If anything
-    fails, on any thread, all files of the job are removed and the first error is raised.
+    A context manager, for one caller. Images may be set one after the other, without a gap, or in turn; when all
+    buffers are held then, the stream that was idle longest releases its own. On leaving, all files are finished, and
+    `results` are in the order in which they were opened. If anything fails, all files of the job are removed.
 
-    Args:
-        pool: buffers, of the size of one write, a multiple of 4096; keep them between saves.
-        io_threads: writes in flight at once.
-        on_written: called after each write, on the thread that wrote: a sign of life.
-        deadline_s: seconds without the end of any write or fsync, while the caller waits for one, after which the
-            device counts as stuck (`WriteTimeoutError`); None waits for ever.
+    `on_written` is called after each write, on its thread: a sign of life. `deadline_s`: after so long a wait without
+    the end of a write or fsync the device counts as stuck (`WriteTimeoutError`); None waits for ever.
     """
 
     def __init__(
@@ -402,8 +375,11 @@ class ImageWriter:
     def _write(self, stream: ImageStream, buffer: memoryview, base: int, start: int, stop: int) -> None:
         await_turn()
         started = time.perf_counter()
-        for first, last in _page_cuts(start - base, stop - base):
-            stream.writer.write(base + first, buffer[first:last])
+        pages = align_up(start), stop // ALIGNMENT_BYTES * ALIGNMENT_BYTES  # (a base is a multiple of a page)
+        cuts = (start, *pages, stop) if pages[0] < pages[1] else (start, stop)
+        for first, last in pairwise(cuts):  # a ragged beginning, whole pages, a ragged end
+            if first < last:
+                stream.writer.write(first, buffer[first - base : last - base])
         took_s = time.perf_counter() - started
         if self._on_written is not None:
             self._on_written()
@@ -469,7 +445,7 @@ def _kept_pool(window_bytes: int, windows: int) -> Iterator[WindowPool]:
     try:
         yield pool
     finally:
-        if pool.is_whole:
+        if len(pool.free) == pool.made:
             with _pools_lock:
                 _kept_pools.append(pool)
 
@@ -482,9 +458,7 @@ def write_files(
     deadline_s: float | None = None,
     attempts: int = 3,
 ) -> list[WrittenFile]:
-    """Write files and make them durable: all, or (with a `SaveError` that names file and errno) none stays. The bytes
-    of each are in memory, or a function puts them into windows. They are sent again if a store found them too slow.
-    """
+    """Write files and make them durable, all or none; again if a store found them too slow. Raises `SaveError`."""
     try:
         with (
             _kept_pool(storage.write_bytes or WINDOW_BYTES, max(_WINDOWS, storage.writes_at_once + 1)) as pool,
@@ -508,9 +482,7 @@ def write_files(
 def write_preloaded_data(
     images: ImageWriter, storage: Storage, planned: PlannedFile, content: Fill | memoryview
 ) -> None:
-    """Write the file of one bucket: its bytes_data, then its tensor_data, from the memory where they have been staged,
-    or window by window. It is durable when `images` is left.
-    """
+    """Write the file of one bucket, bytes_data, then tensor_data; it is durable when `images` is left."""
     writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes)
     writer.is_unique = True  # the name has the save's id; the coordinator looks at the files of all ranks
     stream = images.open(writer, planned)

@@ -63,7 +63,7 @@ from mcore_ckpt.load.records import (
     whole_blocks,
 )
 from mcore_ckpt.load.requests import LoadPlan, SmallRead, Want, WantedItem, narrow
-from mcore_ckpt.state.torch_classes import PLAIN
+from mcore_ckpt.state.shards import PLAIN
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer
 

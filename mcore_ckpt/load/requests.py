@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs
 from mcore_ckpt.core.console import counted, logger_of
-from mcore_ckpt.core.crc import crc32s
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import (
     ChecksumError,
     CorruptCheckpointError,
@@ -58,7 +58,7 @@ from mcore_ckpt.format.index import (
 from mcore_ckpt.format.item import LocatedTensor, element_bytes, tensor_template
 from mcore_ckpt.load.ranges import ReadPolicy
 from mcore_ckpt.load.records import check_located, checksum_error, chunk_name, missing_key
-from mcore_ckpt.state.torch_classes import PLAIN, dtype_name, torch_dtype
+from mcore_ckpt.state.shards import PLAIN, dtype_name, torch_dtype
 
 _logger = logger_of(__name__)
 
@@ -536,7 +536,7 @@ class SmallRead(NamedTuple):
 
     def has_sums(self, payloads: Iterable[memoryview]) -> bool:
         """Whether payloads, in order, have the sums that the index says."""
-        return np.fromiter(crc32s(payloads), "<u4", len(self.rows)).tobytes() == self.rows["crc"].tobytes()
+        return np.fromiter(map(crc32, payloads), "<u4", len(self.rows)).tobytes() == self.rows["crc"].tobytes()
 
 
 class LoadPlan:

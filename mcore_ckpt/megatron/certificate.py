@@ -66,8 +66,16 @@ from mcore_ckpt.megatron.other_division import (
     with_own_ranges,
 )
 from mcore_ckpt.megatron.serialization import TRAINING, common_object, load_common, tell_uncertified
-from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box, local_chunks
-from mcore_ckpt.state.torch_classes import dtype_name, is_dense
+from mcore_ckpt.state.shards import (
+    contents,
+    dtype_name,
+    is_dense,
+    is_main_replica,
+    leaves,
+    leaves_by_kind,
+    local_box,
+    local_chunks,
+)
 from mcore_ckpt.state.values import first_difference, unequal
 from mcore_ckpt.storage.resolve import storage_at
 

@@ -25,8 +25,7 @@ from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, Form, Region, encode_parameters
 from mcore_ckpt.load.requests import narrow
 from mcore_ckpt.megatron._versions import OPTIMIZER, mapping, patches
-from mcore_ckpt.state.shards import is_main, is_main_replica, leaves
-from mcore_ckpt.state.torch_classes import PLAIN
+from mcore_ckpt.state.shards import PLAIN, is_main, is_main_replica, leaves
 
 _logger = logger_of("mcore_ckpt")
 

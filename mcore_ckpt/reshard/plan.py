@@ -23,7 +23,7 @@ from mcore_ckpt.core.boxes import Box, bounding
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import ChecksumError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry, parse_object_key
-from mcore_ckpt.format.integrity import TableColumns, data_file_name, shown_id
+from mcore_ckpt.format.integrity import PlannedTable, TableColumns, data_file_name, shown_id
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.image.layout import (
@@ -32,15 +32,16 @@ from mcore_ckpt.image.layout import (
     PlannedFile,
     TensorSpec,
     WrittenFile,
+    chunk_factors,
     fill_bucket,
+    index_tensors,
     lay_out_file,
+    metadata_of,
     place_objects,
 )
-from mcore_ckpt.image.manifest import chunk_factors, index_tensors, metadata_of
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides, expert_of
 from mcore_ckpt.reshard.target_directory import Journal
-from mcore_ckpt.state.plans import LocalPlan
 from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, blocks
@@ -302,7 +303,7 @@ def _index_of(
     source: CheckpointIndex, tensors: Iterable[DividedTensor], files: Sequence[tuple[TargetFile, TableColumns]]
 ) -> tuple[CheckpointIndex, array[int]]:
     """The index of the target, and the order of its chunks."""
-    plan = LocalPlan.of((file.name, file.image.size_bytes, columns) for file, columns in files)
+    plan = [PlannedTable(file.name, file.image.size_bytes, columns) for file, columns in files]
     entries, order = index_tensors([plan])
     for tensor in tensors:
         entries[tensor.key] = entries[tensor.key]._replace(requires_grad=tensor.entry.requires_grad)

@@ -7,11 +7,10 @@ says only how its process is started, and how jobs and news travel:
 
     writer_process.py  a bare interpreter that maps the staging buffer and writes files; kept for all saves
     forked_child.py    a Python function in a child forked for it, whose memory is the snapshot
-    upkeep.py          a bare interpreter that removes and copies checkpoints of a run
 
-What is the same for all: the end of the process is noticed by its sentinel, in milliseconds, and named with its signal
-or exit code; a job without a sign of life for longer than its deadline costs the process its life; what a job raised
-comes back as the cause of an error here; and a process forked from the owner has no part in any of it.
+Of both, the end is noticed by a sentinel, in milliseconds, and named with its signal or exit code. A job without a sign
+of life for longer than its deadline costs the process its life. What a job raised comes back as the cause of an error
+here. A process forked from the owner has no part in any of it.
 
 Signs of life stand in a page of shared memory, written by a process that works, read by any other. So a trainer tells
 slow from stuck without a message, and a process that must not touch the trainer's socket sees that a job has ended.
@@ -57,8 +56,7 @@ from mcore_ckpt.core.process import (
     write_during_training,
 )
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.image.layout import PlannedFile, WrittenFile
-from mcore_ckpt.image.manifest import GlobalPlan
+from mcore_ckpt.image.layout import GlobalPlan, PlannedFile, WrittenFile
 from mcore_ckpt.image.writer import write_files
 from mcore_ckpt.storage.base import Storage, align_up
 
@@ -86,23 +84,14 @@ class JobResult:
 
 
 class Job:
-    """Work that was asked for, as its owner sees it: here it has ended, with a value or with an exception that waits to
-    be raised. One that a child process does is a `ChildJob`.
-
-    Attributes:
-        what: the job in words, for messages.
-        submitted_s: when, on the clock of `time.monotonic()`.
-        done: it has ended, well or not; `poll` looks for that.
-        value: what it returned.
-        error: why it failed.
-    """
+    """Work that was asked for, as its owner sees it; here it has ended. That of a child process is a `ChildJob`."""
 
     pid = 0  # of the process that works on it
 
     def __init__(self, what: str, value: Any = None, error: BaseException | None = None) -> None:
-        self.what = what
+        self.what = what  # in words, for messages
         self.submitted_s = time.monotonic()
-        self.done = True
+        self.done = True  # it has ended, well or not; `poll` looks for that
         self.value = value
         self.error = error
 
@@ -136,9 +125,7 @@ class Job:
 
 
 def run_job(job: WriterJob, buffer: memoryview, on_written: Callable[[], None]) -> JobResult:
-    """Do a job, in the process that calls; `on_written` is called on an I/O thread. `SaveError` names the file and the
-    errno; no file stays then.
-    """
+    """Do a job in this process; `on_written` comes on an I/O thread. `SaveError`: no file stays."""
     files = [
         (file, buffer[file.buffer_offset : file.buffer_offset + align_up(file.image.size_bytes)]) for file in job.files
     ]
@@ -166,14 +153,12 @@ main{arguments!r}
 
 
 def start_interpreter(module: str, *arguments: int | str | None, **options: Any) -> subprocess.Popen[bytes]:
-    """Start `main(*arguments)` of a module in a bare interpreter; `options` as of `subprocess.Popen`.
-
-    -S: no site-packages hooks; the trainer's import path is appended to the standard library's, so that a file of the
-    training script's directory can never stand in for one of its modules. A process group of its own is out of reach of
-    the terminal's signals; it stays in the trainer's session, to which it gives way (`lower_priority`).
-    """
+    """Start `main(*arguments)` of a module in a bare interpreter; `options` as of `subprocess.Popen`."""
     if not sys.executable:
         raise OSError("sys.executable is empty: there is no interpreter to start")
+    # -S: no site-packages hooks; the trainer's import path is appended, so that none of its files can stand in for a
+    # module of the standard library. A process group of its own is out of reach of the terminal's signals; it stays in
+    # the trainer's session, to which it gives way (`lower_priority`).
     path = [str(Path(each).absolute()) for each in [*sys.path, str(Path(__file__).resolve().parents[2])]]
     program = _PROGRAM.format(path=path, module=module, arguments=arguments)
     command = [sys.executable, "-I", "-S", "-X", f"utf8={sys.flags.utf8_mode}", "-c", program]
@@ -182,9 +167,7 @@ def start_interpreter(module: str, *arguments: int | str | None, **options: Any)
 
 
 class StatusPage:
-    """One page of numbers, stored whole: aligned 64-bit stores are not torn. `fd`: its descriptor, the page's own;
-    forked children share the page without it.
-    """
+    """One page of numbers, stored whole: aligned 64-bit stores are not torn. `fd`: its own descriptor."""
 
     _STAMP, _FINISHED, _WAITS, _AWAITED = range(4)
 
@@ -260,21 +243,18 @@ TRAINING_FIRST_NICE: Final = 10
 _LONGEST_WAIT_S: Final = 1.0
 _SHORTEST_WAIT_S: Final = 0.01
 _WATCH_PERIOD_S: Final = 0.05
-_STOP_DEADLINE_S: Final = 5.0
 # A killed process that is not gone by then hangs inside the kernel; it is not waited for any longer.
 REAP_DEADLINE_S: Final = 1.0
 
 
 class ChildJob(Job):
-    """Work that a child process does. `number`: by which the process knows it; `deadline_s`: seconds without a sign of
-    life after which the process counts as stuck, None waits for ever.
-    """
+    """Work that a child process does."""
 
     def __init__(self, child: SupervisedChild, what: str, number: int, deadline_s: float | None = None) -> None:
         super().__init__(what)
         self.done = False
-        self.number = number
-        self.deadline_s = deadline_s
+        self.number = number  # by which the process knows it
+        self.deadline_s = deadline_s  # after so long without a sign of life it counts as stuck; None: never
         self.silent_s = 0.0  # so long no sign of life has come, while this process ran
         self._child = child
         # Made here: in a forked process the descriptor is closed, and the process is not the owner.
@@ -304,9 +284,7 @@ class ChildJob(Job):
             self._child.cancel(self)
 
     def memory_is_free(self) -> bool:
-        """Whether no process works any more on the job's memory, so that it may be used again: one that was killed and
-        hangs inside the kernel may read and write there all the same.
-        """
+        """Whether no process, not even a killed one that hangs in the kernel, uses the job's memory any more."""
         return self.done and (not self._child.dead or self._child.has_ended())
 
     def watch(self) -> JobWatch:
@@ -314,20 +292,16 @@ class ChildJob(Job):
 
 
 class SupervisedChild(ABC):
-    """A child process, from its start to its end. What belongs to a kind of child is what the subclasses override.
-
-    `title` names the process in messages, with its pid. `status` is where it leaves its signs of life; None if it
-    leaves none. `dead`: the process is gone or as good as gone; there will be no news of it.
-    """
+    """A child process, from its start to its end. What belongs to a kind of child is what the subclasses override."""
 
     def __init__(
         self, process: subprocess.Popen[bytes] | BaseProcess, title: str, status: StatusPage | None = None
     ) -> None:
         assert process.pid is not None
         self.pid: int = process.pid
-        self.title = title.format(pid=self.pid)
-        self.status = status
-        self.dead = False
+        self.title = title.format(pid=self.pid)  # in messages
+        self.status = status  # where it leaves its signs of life, if it does
+        self.dead = False  # gone, or as good as gone: there will be no news of it
         self._process = process
         self._exit_code: int | None = None
         self._gone = False
@@ -354,9 +328,6 @@ class SupervisedChild(ABC):
     def cancel(self, job: ChildJob) -> None:
         """Give a job up; unless a kind can do better, that ends the process."""
         self.kill("its job was given up", SaveError)
-
-    def _ask_to_stop(self) -> None:  # noqa: B027  (a kind may have nothing to say)
-        """Tell the process to end after its jobs."""
 
     def _end_text(self) -> str:
         """How the process ended, in words that follow on its title."""
@@ -401,9 +372,7 @@ class SupervisedChild(ABC):
         wait_readable([fd] if fd >= 0 else [], timeout_s, self._sentinel)
 
     def _check_deadlines(self) -> None:
-        """A job that is suspended as a whole has not waited: between two looks, a slice of the deadline counts, or for
-        how long the looking thread has run.
-        """
+        """Kill at a deadline. While all are suspended, none waits: a look counts a slice, or as long as it ran."""
         thread, ran_s, looked_s = self._looked
         self._looked = threading.get_ident(), time.thread_time(), time.monotonic()
         ran_s = self._looked[1] - ran_s if self._looked[0] == thread else 0.0
@@ -452,20 +421,6 @@ class SupervisedChild(ABC):
             if not self.dead:
                 self._process.kill()
                 self._end(lambda job: error(f"{job.what}: {self.title} was killed: {reason}"))
-
-    def stop(self, abort: bool) -> None:
-        """End the process; its jobs first, unless aborting."""
-        if not (abort or self.dead):
-            for job in list(self._jobs.values()):
-                job.wait()
-            with self._lock:
-                if not self.dead:
-                    self._ask_to_stop()
-            self.has_ended(_STOP_DEADLINE_S)
-        with self._lock:
-            if not self.dead:
-                self._process.kill()
-                self._end(lambda job: SaveError(f"{job.what}: {self.title} was closed"))
 
     def _death(self, job: ChildJob) -> CheckpointError:
         return WriterDiedError(f"{job.what}: {self.title} {self._end_text()}")
@@ -518,9 +473,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 class JobWatch:
-    """Sees a job end from any process on this host; picklable. Reads a shared page, never the trainer's socket; without
-    a page the process ends with the job.
-    """
+    """Sees a job end from any process on this host; picklable. Without a page, the process ends with the job."""
 
     def __init__(self, worker_pid: int = 0, status_fd: int = -1, number: int = 0) -> None:
         self._worker_pid = worker_pid
@@ -529,9 +482,7 @@ class JobWatch:
         self._number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Return when the job has ended, well or not, or when the process that works on it, or its owner, is gone;
-        whatever the arguments: in the place of a request's function.
-        """
+        """Return when the job, its process or its owner has ended; takes the arguments of a request's function."""
         status = None
         if self._status_fd >= 0:
             try:

@@ -1,10 +1,8 @@
 """From a sharded state dict to the plan that all ranks of a save agree on.
 
-`collect` finds what one rank writes: its main replicas, described, checked, and its objects serialized. All that can be
-wrong with one rank's state is found there, in one call, so that the other ranks are told of it in one exchange.
-
-`lay_out_rank` divides what one rank writes into balanced buckets, a file each, and `prepare_write_data` fills them.
-What the ranks of a save agree on before a byte is written: every file, every offset, and that all of it fits.
+`collect` finds what one rank writes, and all that can be wrong with it. `lay_out_rank` divides that into balanced
+buckets, a file each, and `prepare_write_data` fills them. All files, all offsets, and that all of it fits, are agreed
+on before a byte is written.
 
 Layout and plan follow from the structure of the state alone (keys, dtypes, shapes, offsets), and are kept in a
 `Structure`. What a save adds is in a `WriteBucket`: the file's name, its bytes_data, its tensor_data, the footer. A
@@ -20,7 +18,7 @@ import heapq
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -34,20 +32,37 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry, StoredItem, file_name_problem, is_extra_state
-from mcore_ckpt.format.integrity import data_file_name, with_id
+from mcore_ckpt.format.integrity import (
+    PlannedTable,
+    RankPlan,
+    data_file_name,
+    decoded_plans,
+    encode_plan,
+    text_bytes,
+    with_id,
+)
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.format.zip_records import with_members
-from mcore_ckpt.image.layout import BucketLayout, TensorSpec, WriteBucket, fill_bucket, lay_out_file, objects_end
-from mcore_ckpt.image.manifest import GlobalPlan
+from mcore_ckpt.image.layout import (
+    BucketLayout,
+    GlobalPlan,
+    TensorSpec,
+    WriteBucket,
+    fill_bucket,
+    lay_out_file,
+    objects_end,
+)
 from mcore_ckpt.state.plan_check import Accesses, check_saves
-from mcore_ckpt.state.plans import LocalPlan, decoded_plans
-from mcore_ckpt.state.shards import StoredForm, main_replicas, noted_shapes, record_members, stored_form
-from mcore_ckpt.state.torch_classes import (
+from mcore_ckpt.state.shards import (
     PLAIN,
+    StoredForm,
     check_memory,
     dtype_name,
+    main_replicas,
+    noted_shapes,
     pointer_of,
+    stored_form,
 )
 
 if TYPE_CHECKING:
@@ -55,10 +70,7 @@ if TYPE_CHECKING:
 
 
 def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
-    """Distribute items over buckets evenly: the largest item first, each to the bucket that is least filled.
-
-    Returns the indices of each bucket's items in their original order: neighbours in the model stay neighbours.
-    """
+    """Distribute items evenly, the largest first; returns the indices of each bucket, neighbours in order."""
     if buckets == 1:
         return [list(range(len(sizes_bytes)))]
     filled = [(0, bucket) for bucket in range(buckets)]
@@ -113,7 +125,7 @@ class RankLayout:
     buckets: tuple[BucketLayout, ...]  # the layout of each file
     members: tuple[tuple[int, ...], ...]  # for each file, the indices of its tensors
     objects: tuple[tuple[int, ...], ...]  # for each file, the indices of its objects
-    plan: LocalPlan  # the same for the coordinator
+    plan: RankPlan  # the same for the coordinator
     object_keys: tuple[str, ...]  # of the objects that the files were laid out for
     separation_hint: str | None  # prefix of keys whose files carry it, too
 
@@ -140,9 +152,7 @@ def prepare_write_data(
     pointers: Sequence[int],
     save_id: bytes,
 ) -> list[WriteBucket]:
-    """Sort what a rank saves into its buckets, bytes_data apart from tensor_data. Expects that the objects have room.
-    The names of the files carry the id of the save, so no name is used twice.
-    """
+    """Sort what a rank saves into its buckets, bytes_data apart from tensor_data; names carry the save's id."""
     return [
         fill_bucket(
             of_file,
@@ -183,13 +193,13 @@ def lay_out_rank(
         bucket, columns = lay_out_file(name, of_file, [object_keys[index] for index in own], of_objects)
         objects_of_file.append(tuple(own))
         buckets.append(bucket)
-        laid_out.append((name, bucket.image.size_bytes, columns))
+        laid_out.append(PlannedTable(name, bucket.image.size_bytes, columns))
     return RankLayout(
         specs=tuple(specs),
         buckets=tuple(buckets),
         members=tuple(tuple(indices) for _, indices in chosen),
         objects=tuple(objects_of_file),
-        plan=LocalPlan.of(laid_out),
+        plan=laid_out,
         object_keys=tuple(object_keys),
         separation_hint=separation_hint,
     )
@@ -211,11 +221,9 @@ _Answers = list[list[Any]]
 
 
 class Described(NamedTuple):
-    """The shards of one save, for the next save to compare: what has not changed is neither worked out nor checked
-    again.
-    """
+    """The shards of one save; the next one describes and checks only what has changed."""
 
-    fields: tuple[list[Any], ...]  # columns of what a specification follows from, except the data; see `_fields`
+    fields: tuple[list[Any], ...]  # columns of what a specification follows from, except the data
     memory: list[_Answers | None]  # of so many shards at once, what was checked of their memory; see `_answers`
     pointers: list[int]  # where each tensor's bytes lie in order in host memory, as an address; 0 where they do not
     specs: tuple[TensorSpec, ...]  # the specifications
@@ -225,21 +233,17 @@ NOTHING: Final = Described((), [], [], ())
 
 
 class RankState(NamedTuple):
-    """One rank's part of a save: tensors (detached, unless they are read by address), objects by key in serialized
-    form, and the tensors as the checkpoint will know them; the objects that another rank saves; and digests of both.
-    """
+    """One rank's part of a save."""
 
-    tensors: list[torch.Tensor]
-    objects: dict[str, memoryview]
-    described: Described
-    replicas: dict[str, memoryview]
-    digests: Digests
+    tensors: list[torch.Tensor]  # detached, unless they are read by address
+    objects: dict[str, memoryview]  # serialized, by key
+    described: Described  # the tensors, as the checkpoint will know them
+    replicas: dict[str, memoryview]  # objects that another rank saves
+    digests: Digests  # of both
 
 
 def collect(sharded_state_dict: Any, known: Described) -> RankState:
-    """What this rank writes of a nested dict/list of Megatron's sharded tensors and objects. `PlanError`: a shard has
-    no data, or data that cannot be its own; serializing an object may raise anything.
-    """
+    """What this rank writes of a nested dict/list. `PlanError`: data are missing, or cannot be a shard's own."""
     shards, sharded_objects, other_objects = main_replicas(sharded_state_dict)
     # Asked for once: data may be made when they are asked for, and then the next ones are others.
     tensors = [shard.data for shard in shards]
@@ -252,8 +256,14 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     objects, replicas = serialized
     for key, content in objects.items():
         warn_of_refused(key, content)
-    digests = digests_of([*objects.items(), *replicas.items()])
-    members = {leaf.unique_key: found for leaf in sharded_objects if (found := record_members(leaf))}
+    digests: dict[bytes, bytes] = {}
+    for key, content in (*objects.items(), *replicas.items()):
+        # The common state is compared apart; of extra state, ranks have their own.
+        if key != COMMON_STATE_KEY and not is_extra_state(key):
+            name, own = _hash(text_bytes(key)), _hash(content)
+            digests[name] = _DIFFERS if digests.get(name, own) != own else own
+    # What else their records are to have, by name.
+    members = {leaf.unique_key: found for leaf in sharded_objects if (found := getattr(leaf, "record_members", None))}
     for key, of_record in members.items():
         objects[key] = memoryview(with_members(bytes(objects[key]), of_record))
     return RankState(tensors, objects, described, replicas, digests)
@@ -270,23 +280,8 @@ def _serialized(sharded_objects: Sequence[Any]) -> dict[str, memoryview]:
     return found
 
 
-def _fields(shards: Sequence[Any]) -> tuple[list[Any], ...]:
-    """All that the specification of a shard follows from, except its data: cheap to get and to compare."""
-    return (
-        [shard.key for shard in shards],
-        list(map(tuple, [shard.global_shape for shard in shards])),
-        list(map(tuple, [shard.global_offset for shard in shards])),
-        list(map(tuple, [shard.local_shape for shard in shards])),
-        [shard.prepend_axis_num for shard in shards],
-        [shard.axis_fragmentations for shard in shards],
-        [getattr(shard, "flattened_range", None) for shard in shards],
-    )
-
-
 def _answers(some: Sequence[Any]) -> _Answers | None:
-    """What their storages hold, and to `_QUESTIONS`; None if one of the tensors is not read as it lies in memory, or
-    has none that could be asked for.
-    """
+    """What their storages hold, and to `_QUESTIONS`; None if a tensor is not read as it lies in memory."""
     if not set(map(type, some)).issubset(PLAIN):
         return None
     try:
@@ -299,10 +294,16 @@ def _answers(some: Sequence[Any]) -> _Answers | None:
 
 
 def _described(shards: Sequence[Any], tensors: list[Any], known: Described) -> Described:
-    """The shards, as described before where they are as before. Data in `tensors` that are not read as they lie in
-    memory are replaced.
-    """
-    fields = _fields(shards)
+    """Describe what has changed since `known`. Data that are not read as they lie are replaced in `tensors`."""
+    fields: tuple[list[Any], ...] = (
+        [shard.key for shard in shards],
+        list(map(tuple, [shard.global_shape for shard in shards])),
+        list(map(tuple, [shard.global_offset for shard in shards])),
+        list(map(tuple, [shard.local_shape for shard in shards])),
+        [shard.prepend_axis_num for shard in shards],
+        [shard.axis_fragmentations for shard in shards],
+        [getattr(shard, "flattened_range", None) for shard in shards],
+    )
     is_known = len(shards) == len(known.specs)
     is_same = is_known and fields == known.fields
     unchanged = is_same
@@ -376,20 +377,6 @@ def _specified(shard: Any, fields: Sequence[Any], tensor: torch.Tensor) -> Tenso
 # By a hash of its key, that of an object; `_DIFFERS` if ranks have several.
 Digests = Mapping[bytes, bytes]
 _DIFFERS: Final = b""
-
-
-def digests_of(objects: Iterable[tuple[str, Any]]) -> Digests:
-    """Digests of serialized objects; not of the common state, which is compared apart, nor of extra state."""
-    found: dict[bytes, bytes] = {}
-    for key, content in objects:
-        if key != COMMON_STATE_KEY and not is_extra_state(key):
-            name, own = _hash(_utf8(key)), _hash(content)
-            found[name] = _DIFFERS if found.get(name, own) != own else own
-    return found
-
-
-def _utf8(key: str) -> bytes:
-    return key.encode("utf-8", "surrogatepass")
 
 
 def _hash(content: Any) -> bytes:
@@ -468,16 +455,13 @@ class SavePlan:
 
 
 class Proposal(NamedTuple):
-    """What ranks say ahead of a save: the plan that they can use, by the id of the save that made it, empty if there is
-    none or there are several; whether the save is to be left out; where it is to be copied to; digests of the common
-    state; the name of its directory; digests of objects.
-    """
+    """What ranks say ahead of a save: one, or several merged."""
 
-    plan: bytes
-    left_out: bool
+    plan: bytes  # that they can use, by the id of the save that made it; empty: none, or several
+    left_out: bool  # one of them wants no save now
     second_tiers: frozenset[str | None]
-    common: frozenset[bytes | None]
-    names: frozenset[str]
+    common: frozenset[bytes | None]  # digests of the common state
+    names: frozenset[str]  # of the directory
     objects: Digests
 
     def merged(self, other: Proposal) -> Proposal:
@@ -527,26 +511,32 @@ class Agreement(NamedTuple):
     objects_differ: frozenset[bytes]  # between ranks that hold replicas of them: hashes of their keys
 
 
-def propose(state: RankState, structure: Structure, group: RankGroup, request: SaveRequest, left_out: bool) -> Proposal:
-    """What this rank says ahead of the save; `left_out`: it wants none."""
-    common = None if request.validation is None else request.validation.common_digest
-    return Proposal(
-        plan=structure.laid_out_in if _fits(structure, state, group, request) else b"",
-        left_out=left_out,
-        second_tiers=frozenset([request.options.drain_to]),
-        common=frozenset([common]),
-        names=frozenset([request.directory.absolute().name]),
-        objects=state.digests,
-    )
-
-
-def agree(own: Callable[[], Proposal], group: RankGroup, open_directory: Callable[[], bytes]) -> Agreement | None:
+def agree(
+    own: Outcome[RankState],
+    structure: Structure,
+    group: RankGroup,
+    request: SaveRequest,
+    left_out: bool,
+    open_directory: Callable[[], bytes],
+) -> Agreement | None:
     """Settle with all ranks which plan is used, and let the coordinator open the directory: one exchange. None, and
-    nothing is touched, if a rank wants the save left out. What one rank's proposal fails with is raised on all ranks.
-    Raises `SaveError` unless all save to a directory of one name; `OptionError` unless all have the same second tier.
+    nothing is touched, if a rank wants the save `left_out`. What a rank has failed with is raised on all ranks.
     """
-    settle = partial(Proposal.settle, open_directory=open_directory)
-    return group.run_merged("prepare the save", own, Proposal.merged, settle, wrap=SaveError)
+    common = None if request.validation is None else request.validation.common_digest
+    return group.run_merged(
+        "prepare the save",
+        lambda: Proposal(
+            plan=structure.laid_out_in if _fits(structure, own.value(), group, request) else b"",
+            left_out=left_out,
+            second_tiers=frozenset([request.options.drain_to]),
+            common=frozenset([common]),
+            names=frozenset([request.directory.absolute().name]),
+            objects=own.value().digests,
+        ),
+        Proposal.merged,
+        partial(Proposal.settle, open_directory=open_directory),
+        wrap=SaveError,
+    )
 
 
 def compare_claimed(
@@ -562,7 +552,7 @@ def compare_claimed(
         return state, agreement
     from mcore_ckpt.save.replicas import keep_versions  # (few saves have such objects)
 
-    keys = {key for key in (*state.objects, *state.replicas) if _hash(_utf8(key)) in agreement.objects_differ}
+    keys = {key for key in (*state.objects, *state.replicas) if _hash(text_bytes(key)) in agreement.objects_differ}
     kept = keep_versions(
         *(keys, state.objects, state.replicas, request.layout, group, str(request.directory)),
         refused=request.options.compare_replicas == "raise",
@@ -574,13 +564,6 @@ def compare_claimed(
     return state, agreement
 
 
-def reuse(structure: Structure, agreement: Agreement) -> SavePlan | None:
-    """The plan of the save before, if all ranks can use it: no exchange."""
-    if not agreement.plan or structure.layout is None:
-        return None
-    return SavePlan(structure.layout, structure.planned, agreement.save_id, reused=True)
-
-
 def plan_together(
     state: RankState,
     structure: Structure,
@@ -589,9 +572,7 @@ def plan_together(
     request: SaveRequest,
     held: Callable[[], bytes] | None = None,
 ) -> SavePlan:
-    """Lay out this rank's files, and let the coordinator check the plans of all ranks. Raises `PlanError` on all.
-    `held`: the slices that this rank holds, if replicas are to be compared.
-    """
+    """Lay out this rank's files; the coordinator checks all plans. `held`: the slices to be compared."""
     structure.layout = structure.planned = structure.accesses = None
     specs, validation = state.described.specs, request.validation
     lay_out = partial(
@@ -606,11 +587,9 @@ def plan_together(
     layout = Outcome.of(lay_out)
 
     def encode() -> list[bytes]:
-        """This rank's plan, and the shapes of parameters that are stored in another form; the slices that it holds, to
-        compare them; the columns of all its shards, to validate them.
-        """
+        """Plan and shapes of stored forms; slices that it holds, to compare them; all its shards, to validate."""
         own_shapes = {spec.key: spec.original_shape for spec in specs if spec.original_shape is not None}
-        parts = [pickle.dumps((layout.value().plan.encode(), own_shapes)), b"" if held is None else held()]
+        parts = [pickle.dumps((encode_plan(layout.value().plan), own_shapes)), b"" if held is None else held()]
         if validation is not None:
             parts += validation.accesses.told(specs, mains_are_written=validation.mains_are_saved)
         return parts
@@ -645,11 +624,8 @@ def _fits(structure: Structure, state: RankState, group: RankGroup, request: Sav
 def global_plan(
     told: Sequence[tuple[bytes, Mapping[str, tuple[int, ...]]]], accesses: Sequence[Sequence[bytes]] = ()
 ) -> GlobalPlan:
-    """Put the plans of all ranks, and their notes on shapes of parameters, together. Raises `PlanError`.
-
-    With `accesses`, what ranks tell of all that they hold (`Accesses.told`) is checked, too.
-    """
+    """Put all ranks' plans and notes together; check them, and what `accesses` tell. Raises `PlanError`."""
     plans = decoded_plans(encoded for encoded, _ in told)
     check_saves(plans, accesses)
-    files = sorted(pair for plan in plans for pair in zip(plan.files, plan.file_bytes, strict=True))
+    files = sorted((file.name, file.size_bytes) for plan in plans for file in plan)
     return GlobalPlan(tuple(encoded for encoded, _ in told), tuple(files), noted_shapes(shapes for _, shapes in told))

@@ -28,11 +28,10 @@ from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.format.integrity import decoded_plans
 from mcore_ckpt.format.zip_records import with_versions
-from mcore_ckpt.image.manifest import GlobalPlan
-from mcore_ckpt.state.plans import decoded_plans
-from mcore_ckpt.state.shards import contents, is_main_replica, is_sharded_tensor, leaves, stored_form
-from mcore_ckpt.state.torch_classes import is_dense
+from mcore_ckpt.image.layout import GlobalPlan
+from mcore_ckpt.state.shards import contents, is_dense, is_main_replica, is_sharded_tensor, leaves, stored_form
 from mcore_ckpt.state.values import unequal
 
 _logger = logger_of("mcore_ckpt")
@@ -70,9 +69,10 @@ def slice_id(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> int:
 
 def _written_slices(plan: GlobalPlan) -> Iterator[tuple[int, tuple[str, list[int], list[int]]]]:
     """Rank, and key, offsets and sizes of the slice, of all items that ranks write, in the order of the plan."""
-    for rank, of_rank in enumerate(decoded_plans(plan.encoded)):
-        numbers, at = of_rank.boxes.tolist(), 0
-        for key, ndim in zip(of_rank.keys, of_rank.ndims, strict=True):
+    tables = ((rank, file.columns) for rank, files in enumerate(decoded_plans(plan.encoded)) for file in files)
+    for rank, columns in tables:
+        numbers, at = columns.boxes.tolist(), 0
+        for key, ndim in zip(columns.keys, columns.ndims, strict=True):
             offsets, sizes = at + ndim, at + 2 * ndim
             at += 3 * ndim
             yield rank, (key, numbers[offsets:sizes], numbers[sizes:at])
@@ -94,16 +94,12 @@ def _sampled(save_id: bytes) -> int:
 
 
 def held_slices(tree: Any) -> bytes:
-    """The slices in a nested dict/list that this rank holds, saved by itself or by others: 8 bytes for each.
-    Data-parallel ranks say the same, and so it travels once.
-    """
+    """The slices that this rank holds, 8 bytes each; data-parallel ranks say the same, which travels once."""
     return array("Q", (number for number, _ in _comparable(tree))).tobytes()
 
 
 def replica_sums(tree: Any, save_id: bytes, *, sample: bool) -> ReplicaSums:
-    """Sum the replicas in a nested dict/list that this rank holds and another one saves; `sample`: one slice in 16.
-    Raises `PlanError` if the memory of one is not there.
-    """
+    """Sum the replicas that this rank holds and another one saves; `sample`: one slice in 16."""
     found, chosen = ReplicaSums(array("Q"), array("I")), _sampled(save_id)
     for number, shard in _comparable(tree):
         if is_main_replica(shard) or (sample and number % _SAMPLE != chosen):
@@ -148,9 +144,7 @@ class DivergedReplica(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compares the replicas that ranks hold with what is saved; on the coordinator, of one plan. `held`: what each rank
-    holds (`held_slices`).
-    """
+    """On the coordinator, compares replicas with what is saved. `held`: what each rank holds (`held_slices`)."""
 
     def __init__(self, plan: GlobalPlan, held: Sequence[bytes]) -> None:
         self._plan = plan
@@ -171,9 +165,7 @@ class ReplicaCheck:
         return at, self._ids[at] == ids
 
     def are_equal(self, crcs: Sequence[int], digests: Sequence[ReplicaDigest], sampled_in: bytes | None) -> bool:
-        """Whether all replicas are what is saved, as far as their digests tell; False says nothing. `crcs`: of all
-        items, in the order of the plan; `digests`: of what each rank has summed, in that save one slice in 16.
-        """
+        """Whether all digests are those of what is saved (`crcs`, in the plan's order); False says nothing."""
         digest = ReplicaDigest(sum(each.replicas for each in digests), sum(each.total for each in digests) % 2**64)
         times = self._replicas
         if sampled_in is not None:

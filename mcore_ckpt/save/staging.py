@@ -6,14 +6,12 @@ layout but the places of checksums. `start_writing` dispatches it. A synchronous
 writes; so does one that does not fit into the staging budget.
 
 The staging buffer is shared memory, kept between saves. Copying into memory that has been touched before costs about
-0.06 s per GB, touching new memory two to eight times that. So a `StagingBuffer` is reused, and the first save, which
-finds it new, writes to it instead of touching it. A process has one: a save waits until the job that reads it for the
-save before has ended.
+0.06 s per GB, touching new memory two to eight times that: the first save, which finds it new, writes to it instead. A
+process has one: a save waits until the job that reads it for the save before has ended.
 
-Tensors on a device are copied by `DeviceCopies`, while the trainer computes. Each device has one side stream. It first
-waits for the work that the trainer has queued on its current stream, which belongs to the saved state; then come the
-copies, and an event behind the last of each fill. Waiting is for that event, so it ends with the last copy and never
-waits for the device as a whole, nor does it keep a core busy.
+Tensors on a device are copied by `DeviceCopies`, while the trainer computes. The side stream of a device first waits
+for what the trainer has queued, which belongs to the saved state; then come the copies, and an event behind the last
+one. Waiting is for that event, and keeps no core busy.
 """
 
 from __future__ import annotations
@@ -36,17 +34,15 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions, ranks_of_this_host
 from mcore_ckpt.core.process import free_host_bytes
-from mcore_ckpt.image.layout import Fill, PlannedFile, Window, WriteBucket, WrittenFile, check_results
-from mcore_ckpt.image.manifest import GlobalPlan
+from mcore_ckpt.image.layout import Fill, GlobalPlan, PlannedFile, Window, WriteBucket, WrittenFile
 from mcore_ckpt.image.writer import write_files
 from mcore_ckpt.save.jobs import ChildJob, Job, JobResult, WriterJob, run_job, timed_result
 from mcore_ckpt.save.writer_process import shared_writer
-from mcore_ckpt.state.torch_classes import pointer_of
+from mcore_ckpt.state.shards import pointer_of
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import Storage, align_up
 
 _logger = logger_of(__name__)
-
 
 # Short enough that neither a call of the trainer that maps memory nor the end of the process waits for it.
 _TOUCHED_AT_ONCE_BYTES = 2 * 1024 * 1024
@@ -56,21 +52,14 @@ class StagingBuffer:
     """Shared memory of one rank that holds snapshots, one save after the other.
 
     It is a memfd: it needs no name, so nothing is left behind whatever dies, and no space in /dev/shm.
-
-    Attributes:
-        fd: the memory's file descriptor, to be sent to the writer.
-        capacity_bytes: how much it holds; grows on demand, never shrinks.
-        contents: what was laid out last (the caller's own note), or None.
-        reader: the job that was last to read it, or None.
-        is_touched: its pages are mapped; until then every first access to one is a fault, and `write` is faster.
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("mcore_ckpt_buffer", os.MFD_CLOEXEC)
-        self.capacity_bytes = 0
-        self.contents: object = None
-        self.reader: ChildJob | None = None
-        self.is_touched = False
+        self.fd = os.memfd_create("mcore_ckpt_buffer", os.MFD_CLOEXEC)  # to be sent to the writer
+        self.capacity_bytes = 0  # grows on demand, never shrinks
+        self.contents: object = None  # what was laid out last, as the caller notes it
+        self.reader: ChildJob | None = None  # the last job that reads it
+        self.is_touched = False  # its pages are mapped; until then a first access is a fault, and `write` is faster
         self._memory: mmap.mmap | None = None
         self._pinned = False
         self._touching: tuple[threading.Thread, threading.Event] | None = None
@@ -90,21 +79,14 @@ class StagingBuffer:
                 raise SaveError(f"no memory for a staging buffer of {nbytes} bytes: {error}") from error
             self.capacity_bytes = nbytes
             self.contents = None
+        assert self._memory is not None
         if touch and not self.is_touched:
-            self._touch_all()
-        assert self._memory is not None
+            if not direct_io.populate(direct_io.address(memoryview(self._memory)), self.capacity_bytes):
+                for offset in range(0, self.capacity_bytes, mmap.PAGESIZE):  # a kernel before 5.14
+                    self._memory[offset] = 0
+                self.contents = None
+            self.is_touched = True
         return memoryview(self._memory)[:nbytes]
-
-    def _touch_all(self) -> None:
-        """Touch all of the memory now, so that no save has to wait for the kernel to find and clear pages."""
-        assert self._memory is not None
-        try:
-            self._memory.madvise(direct_io.MADV_POPULATE_WRITE)
-        except OSError:  # a kernel before 5.14
-            for offset in range(0, self.capacity_bytes, mmap.PAGESIZE):
-                self._memory[offset] = 0
-            self.contents = None
-        self.is_touched = True
 
     def write(self, address: int, source: int, nbytes: int) -> None:
         """Copy host memory to `address`, in what `reserve` returned, by a system call: into untouched pages this takes
@@ -113,7 +95,7 @@ class StagingBuffer:
         assert self._memory is not None
         offset = address - direct_io.address(memoryview(self._memory))
         try:
-            direct_io.write_from(self.fd, source, nbytes, offset)
+            direct_io.write_all(self.fd, memoryview((ctypes.c_char * nbytes).from_address(source)), offset)
         except OSError as error:
             raise SaveError(f"no memory for a staging buffer of {self.capacity_bytes} bytes: {error}") from error
 
@@ -144,9 +126,7 @@ class StagingBuffer:
             thread.join()
 
     def pin(self) -> None:
-        """Register the memory with CUDA, so that device copies run at full speed and during computation. Where CUDA
-        refuses that, or the device is another one, copies are slower.
-        """
+        """Register the memory with CUDA, for copies at full speed; where CUDA refuses, they are slower."""
         cuda = torch.get_device_module("cuda")
         if self._pinned or self._memory is None or not cuda.is_available():
             return
@@ -290,9 +270,7 @@ _streams: dict[torch.device, Any] = {}
 
 
 class DeviceCopies:
-    """Copies in progress of one snapshot, by streams and events of `torch.get_device_module`; a device that has none is
-    copied from one tensor at a time, completely.
-    """
+    """Copies in progress of one snapshot, by streams and events; without these, one tensor at a time."""
 
     def __init__(self) -> None:
         self._in_order: set[torch.device] = set()
@@ -302,9 +280,7 @@ class DeviceCopies:
         self._events: dict[torch.device, Any] = {}
 
     def copy(self, tensor: torch.Tensor, source: Callable[[], torch.Tensor], target: torch.Tensor) -> None:
-        """Queue a copy to host memory; it is complete after `wait`. `source` makes the bytes on the side stream, so
-        that what makes them contiguous is queued there, too.
-        """
+        """Queue a copy to host memory, complete after `wait`; `source` makes the bytes, on the side stream."""
         runtime = torch.get_device_module(tensor.device)
         if not hasattr(runtime, "Stream"):
             target.copy_(source())
@@ -343,9 +319,7 @@ class DeviceCopies:
 
 
 def _wait_for_copies_to_host(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for copies that the trainer has queued into pinned memory, which a read by address does not. The stream is
-    not known, so each device is waited for; only where there is such memory.
-    """
+    """Wait for the trainer's copies into pinned memory, which is read by address: on each device, if there is any."""
     # A torch that is built without CUDA has no such memory. (There is no other way to ask for the second.)
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # noqa: SLF001
     if has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -357,7 +331,6 @@ def _wait_for_copies_to_host(tensors: Sequence[torch.Tensor]) -> None:
             torch.cuda.synchronize(index)
 
 
-_ZEROS = bytes(4096)
 # Writing a shorter payload by a system call costs more than the few pages that it saves from being cleared.
 _LEAST_WRITTEN_BYTES = 16 * 1024
 
@@ -388,9 +361,7 @@ class _SliceBytes:
 
 
 def _contiguous_slices(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, _SliceBytes]]:
-    """Cut bytes [start, stop) of a tensor's row-major form into pieces, each with the byte at which it begins. What is
-    not contiguous is copied first; pieces bound the memory that this takes.
-    """
+    """Cut bytes [start, stop) of a tensor in row-major form into slices, each with the byte at which it begins."""
     if tensor.is_contiguous():
         yield start, _SliceBytes(tensor, start, stop)
         return
@@ -502,9 +473,8 @@ class BucketSource:
         _zero(view, filled - start, end - start)
 
     def fill_buffer(self, view: memoryview, laid_out: bool, write: _Write | None = None) -> None:
-        """Put the whole file into `view`, a part of a staging buffer. Where its last file had the same layout
-        (`laid_out`), heads, tails and gaps are there already: only objects and payloads are put. `write` puts host
-        memory into pages never touched.
+        """Put the file into `view` of a staging buffer. `laid_out`: heads, tails and gaps are there from the last one.
+        `write` puts host memory into pages never touched.
         """
         size_bytes = self._size_bytes
         if not laid_out:
@@ -535,8 +505,8 @@ def _move_by(write: _Write, address: int, source: int, nbytes: int) -> None:
 
 
 def write_in_process(storage: Storage, buckets: Sequence[WriteBucket], options: SaveOptions) -> list[WrittenFile]:
-    """Write the files of a rank in the process that calls, from the tensors where they lie. All of them are made
-    durable, or none stays. Work during training leaves the disk to this meanwhile.
+    """Write the files of a rank from the tensors where they lie: all are made durable, or none stays. Work during
+    training leaves the disk to this meanwhile.
     """
     files: list[tuple[PlannedFile, Fill | memoryview]] = [
         (bucket.file, BucketSource(bucket).fill) for bucket in buckets
@@ -547,9 +517,7 @@ def write_in_process(storage: Storage, buckets: Sequence[WriteBucket], options: 
 
         lasting = training_waits()
     with lasting:
-        results = write_files(storage, files, deadline_s=options.write_deadline_s)
-    check_results([file for file, _ in files], results)
-    return results
+        return write_files(storage, files, deadline_s=options.write_deadline_s)
 
 
 def _put(view: memoryview, start: int, stop: int, offset: int, data: bytes | memoryview) -> None:
@@ -561,10 +529,8 @@ def _put(view: memoryview, start: int, stop: int, offset: int, data: bytes | mem
 
 def _zero(view: memoryview, low: int, high: int) -> None:
     """Zero `view[low:high]`: buffers are reused, and a checkpoint must not carry what they held before."""
-    while low < high:
-        step = min(len(_ZEROS), high - low)
-        view[low : low + step] = _ZEROS[:step]
-        low += step
+    if low < high:
+        ctypes.memset(direct_io.address(view) + low, 0, high - low)
 
 
 def start_writing(
@@ -631,9 +597,7 @@ def _copy_and_dispatch(
 def preload_tensors(
     files: Sequence[PlannedFile], buckets: Sequence[WriteBucket], buffer: StagingBuffer, total_bytes: int
 ) -> None:
-    """Copy all buckets into a staging buffer, laid out as their files; where the last ones there had the same layout,
-    objects and tensors only.
-    """
+    """Copy all buckets into a staging buffer, as their files; in an old layout, objects and tensors only."""
     sources = [BucketSource(bucket) for bucket in buckets]
     on_device = any(source.on_device for source in sources)
     view = buffer.reserve(max(total_bytes, 1), touch=on_device)

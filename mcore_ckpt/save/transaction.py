@@ -1,21 +1,8 @@
 """A save of all ranks, from the sharded state dict to the checkpoint in force.
 
-`begin_save`, after which the files are on their way:
-
-    state      each rank's main replicas, as specifications (`collect`)
-    directory  opened by the coordinator (`SaveDirectory`)
-    agreement  one exchange: who can use the plan of the save before (`agree`); what claims to be equal is compared
-    plan       that of the save before (`reuse`), or a layout of all files that the coordinator checks (`plan_together`)
-    buckets    bytes_data apart from tensor_data, every offset known (`prepare_write_data`)
-    writing    by this process, or from a snapshot by another one (`write_in_process`, `start_writing`)
-
-`SaveTransaction.commit`, later if the writing is asynchronous:
-
-    results    every rank waits for its files, and compares what was written with its plan
-    gather     the coordinator gets the results of all, or every rank raises the same error
-    compare    replicas that ranks hold with what is written, if the options say so
-    describe   the coordinator makes `.metadata` of plan and results (`metadata_of`)
-    publish    the coordinator puts that in force; what it replaces is removed
+`begin_save` tells it up to the writing. `SaveTransaction.commit`, later if the writing is asynchronous, has every rank
+wait for its files and compare them with its plan; the coordinator gets the results of all, makes `.metadata` of them,
+and publishes it.
 
 What fails on one rank alone is carried as an `Outcome` to the next exchange, where all ranks raise it. A save that
 fails leaves nothing: each rank removes its files when all know that nothing was published. What a save took (phases,
@@ -46,8 +33,7 @@ from mcore_ckpt.directory.publish import Target, check_files, discard, give_back
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.image.layout import PlannedFile, WrittenFile, check_results
-from mcore_ckpt.image.manifest import metadata_of
+from mcore_ckpt.image.layout import PlannedFile, WrittenFile, check_results, metadata_of
 from mcore_ckpt.save.jobs import Job, JobResult, timed_result
 from mcore_ckpt.save.planner import (
     RankState,
@@ -59,8 +45,6 @@ from mcore_ckpt.save.planner import (
     compare_claimed,
     plan_together,
     prepare_write_data,
-    propose,
-    reuse,
 )
 from mcore_ckpt.save.staging import is_busy, start_writing, write_in_process
 from mcore_ckpt.storage.base import Storage
@@ -91,22 +75,38 @@ def begin_save(
             own = Outcome.of(partial(_collect, sharded_state_dict, directory, request, structure))
             # On this rank, and so on all, whatever their own option says.
             left_out = request.is_async and request.options.when_busy == "skip" and is_busy()
-            agreement = agree(
-                lambda: propose(own.value(), structure, group, request, left_out), group, open_directory=directory.open
-            )
+            agreement = agree(own, structure, group, request, left_out, directory.open)
             if agreement is None:
-                save.skip()
+                save.skipped, save.phase = True, "over"
+                directory.abandon()
                 return save
             state = own.value()
             if agreement.common_differs or agreement.objects_differ:
                 state, agreement = compare_claimed(agreement, state, structure, group, request)
-            plan = reuse(structure, agreement) or plan_together(state, structure, agreement, group, request, held)
+            if agreement.plan and structure.layout is not None:  # all ranks can use that of the save before
+                plan = SavePlan(structure.layout, structure.planned, agreement.save_id, reused=True)
+            else:
+                plan = plan_together(state, structure, agreement, group, request, held)
         if request.options.drain_to is not None:
             directory.meet(group, plan.save_id)
         structure.described = state.described
         save.plan, save.phase, planned = plan, "writing", time.monotonic()
         _begun.add(save)  # from now on the directory is taken until the save is committed or aborted
-        _write(save, plan, state, request, directory)
+        objects = list(state.objects.values())
+        buckets = prepare_write_data(plan.layout, objects, state.tensors, state.described.pointers, plan.save_id)
+        save.files, save.objects = [bucket.file for bucket in buckets], plan.layout.object_entries(buckets)
+        # During the writing `.metadata` is put together, on the coordinator, unless that was done for this plan before.
+        unencoded = None if plan.planned is None or plan.planned.encoder is not None else plan.planned.plan
+        if request.is_async:
+            take_charge = partial(setattr, save, "job")  # the writing is stopped if the save is aborted
+            with collector_paused():
+                save.job = start_writing(
+                    directory.storage, buckets, request.options, save.what, unencoded, started=take_charge
+                )
+        else:
+            write = partial(write_in_process, directory.storage, buckets, request.options)
+            written = Outcome.of(partial(timed_result, write, unencoded))
+            save.job = Job(save.what, None if written.error else written.value(), written.error)
         if compare != "off":
             sums = partial(replica_sums, sharded_state_dict, plan.save_id, sample=compare == "sample")
             save.replicas = Outcome.of(sums)
@@ -137,48 +137,19 @@ def _collect(
     return state
 
 
-def _write(
-    save: SaveTransaction, plan: SavePlan, state: RankState, request: SaveRequest, directory: SaveDirectory
-) -> None:
-    """Fill this rank's buckets, and write them now, or start to."""
-    objects = list(state.objects.values())
-    buckets = prepare_write_data(plan.layout, objects, state.tensors, state.described.pointers, plan.save_id)
-    save.files, save.objects = [bucket.file for bucket in buckets], plan.layout.object_entries(buckets)
-    # During the writing `.metadata` is put together, on the coordinator, unless that was done for this plan before.
-    planned = plan.planned
-    unencoded = None if planned is None or planned.encoder is not None else planned.plan
-    if request.is_async:
-        take_charge = partial(setattr, save, "job")  # the writing is stopped if the save is aborted
-        with collector_paused():
-            save.job = start_writing(
-                directory.storage, buckets, request.options, save.what, unencoded, started=take_charge
-            )
-    else:
-        write = partial(write_in_process, directory.storage, buckets, request.options)
-        written = Outcome.of(partial(timed_result, write, unencoded))
-        save.job = Job(save.what, None if written.error else written.value(), written.error)
-
-
 _logger = logger_of(__name__)
 _SHOWN: Final = 10
 
 
 class SaveDirectory:
-    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned.
-
-    Attributes:
-        storage: of the files, once it is found.
-        target: on the coordinator, once it is open, what was found in it.
-        places: where each rank writes, if the save has a second tier.
-        is_divided: the ranks write to several places, each a directory of this path on a disk of its own node.
-    """
+    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned."""
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path = path.absolute()
-        self.storage: Storage
-        self.target: Target | None = None
-        self.places: list[str] = []
-        self.is_divided = False
+        self.storage: Storage  # once it is found
+        self.target: Target | None = None  # on the coordinator, once it is open
+        self.places: list[str] = []  # where each rank writes, if there is a second tier
+        self.is_divided = False  # those are several: directories of this path on disks of the nodes
         self._common: ManifestFile | None = None  # what it was when it was opened
         self._options = options
 
@@ -191,9 +162,7 @@ class SaveDirectory:
         self.storage = storage_at(self.path).within(self._options.write_deadline_s)
 
     def meet(self, group: RankGroup, save_id: bytes) -> None:
-        """All ranks, of a save that has a second tier: find out who writes to one place. The coordinator has locked its
-        own; in each other one the first rank does. Raises `SaveError` on all ranks.
-        """
+        """All ranks, with a second tier: find out who writes to one place; the first rank of each locks it."""
 
         def look() -> str:
             self.storage.ensure()
@@ -227,9 +196,7 @@ class SaveDirectory:
         return found
 
     def publish(self, described: _Described, save_id: bytes, names: Sequence[str], rank: int) -> None:
-        """Make the new checkpoint the one that this place holds, when word is left of what of it is to be copied to the
-        second tier.
-        """
+        """Make the checkpoint this place's own; what is to be copied to the second tier is noted before."""
         assert self.target is not None
         if self._options.drain_to is not None:
             from mcore_ckpt.save.upkeep import note_drain
@@ -261,49 +228,31 @@ class Written:
 class SaveTransaction:
     """A save that has been begun; every rank commits it, or gives it up.
 
-    As the function of an async request it only waits: a queue of ours watches its job, and Megatron's own queue calls
-    it, in the trainer or in a forked or spawned process, until the writing has ended, well or not. The commit tells
-    which, on all ranks.
-
-    Attributes:
-        plan: what is written, once it is planned; `spans` are the phases that have ended, `phase` is the present one.
-        job: this rank's writing; `files` are those planned for it, `objects` the index entries of its objects.
-        replicas: sums of those that this rank holds and does not save, if they are compared.
-        path: directory of the checkpoint; `what` is the save in words for messages, the same as text.
-        skipped: it is left out (`when_busy="skip"`): nothing to wait for, nothing to commit; the same on all ranks.
-        on_failure: what to do if this save fails. The same on all ranks.
-        figures: what the save took, on all ranks, once it is published.
-        waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
-        pid: of the process that has begun it.
-        committer: the object that commits it. When that is gone (its request was lost before it came into a queue), the
-            save cannot be committed any more, and is given up when the next one begins.
+    As the function of an async request it only waits for its writing: Megatron's own queue calls it, in whatever
+    process. The commit tells all ranks how that has ended.
     """
 
     def __init__(self, request: SaveRequest, group: RankGroup, directory: SaveDirectory) -> None:
         self.path = directory.path
-        self.what = str(directory.path)
-        self.skipped = False
+        self.what = str(directory.path)  # for messages
+        self.skipped = False  # left out (`when_busy="skip"`), on all ranks: nothing to wait for, nothing to commit
         self.on_failure = request.options.on_failure
-        self.waited_s = 0.0
-        self.job = Job(self.what)
-        self.files: Sequence[PlannedFile] = ()
-        self.objects: tuple[ObjectEntry, ...] = ()
-        self.replicas: Outcome[ReplicaSums | None] = Outcome()
+        self.waited_s = 0.0  # so long this rank's training has waited for it, since it was begun
+        self.job = Job(self.what)  # this rank's writing
+        self.files: Sequence[PlannedFile] = ()  # of this rank
+        self.objects: tuple[ObjectEntry, ...] = ()  # in those
+        self.replicas: Outcome[ReplicaSums | None] = Outcome()  # of those that it does not save, if they are compared
         self.plan: SavePlan
-        self.figures: SaveFigures
-        self.spans: list[Span] = []
+        self.figures: SaveFigures  # on all ranks, once it is published
+        self.spans: list[Span] = []  # phases that have ended
         self._options = request.options
         self._group = group
         self._directory = directory
         self._is_async = request.is_async
         self.pid = os.getpid()
+        # When the object that commits it is gone (its request was lost before it came into a queue), it is given up.
         self.committer: weakref.ref[object] | None = None
         self.phase: Literal["planning", "writing", "committing", "publishing", "over"] = "planning"
-
-    def skip(self) -> None:
-        """Leave the save out: nothing was touched."""
-        self.skipped, self.phase = True, "over"
-        self._directory.abandon()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the writing, in this process or in a fork of it."""
@@ -319,9 +268,7 @@ class SaveTransaction:
         return partial, (self.job.watch(),)
 
     def commit(self) -> None:
-        """Wait for this rank's writing, then publish the checkpoint; on every rank, or (with the same `SaveError`) on
-        none.
-        """
+        """Wait for this rank's writing, then publish on every rank, or (with the same `SaveError`) on none."""
         if self.skipped:
             raise SaveError(f"{self.what}: the save was skipped, the one before was still being written")
         self.phase = "committing"
@@ -375,9 +322,7 @@ class SaveTransaction:
         return Written(self.objects, result.files, took_s, None if sums is None else sums.digest())
 
     def _publish(self, gathered: list[Written], described: _Described | None) -> None:
-        """Coordinator. After an error the note is gone before any rank removes its files, unless it may yet be
-        published.
-        """
+        """Coordinator. After an error the note goes before files do, unless it may yet be published."""
         directory, seen = self._directory, self._files_of_place(gathered)
         assert directory.target is not None
         try:
@@ -476,10 +421,7 @@ class SaveTransaction:
         return self._group.run_on_coordinator(step, tell, wrap=SaveError)
 
     def abort(self) -> None:
-        """Stop writing, and remove what was written. Called on every rank, and harmless on one that is done; no place
-        for collectives. Once `commit` has begun, only that knows whether the files may go: a callback that fails after
-        it, or contact lost in the midst of it, must not take a published checkpoint apart.
-        """
+        """Stop writing and remove files, without collectives; what `commit` has begun is for that to remove."""
         self.job.abort()
         if self.pid != os.getpid():
             return  # (forked from the trainer, whose save it is)
@@ -563,9 +505,7 @@ class SaveFigures(NamedTuple):
 
     @classmethod
     def of(cls, gathered: Sequence[Written], began_s: float, committing_s: float, differing: int | None) -> SaveFigures:
-        """On the coordinator, now that the checkpoint is published. It was begun and began to commit at those times of
-        `time.monotonic()`.
-        """
+        """On the coordinator, when the checkpoint is published; times as of `time.monotonic()`."""
         now_s = time.monotonic()
         waited, writing, durable = (
             max(written.took_s[name] for written in gathered) for name in ("waited", "writing", "durable")
@@ -575,9 +515,7 @@ class SaveFigures(NamedTuple):
 
 
 def log_save(what: str, figures: SaveFigures, gathered: Sequence[Written], spans: Sequence[Span]) -> None:
-    """Log the line of a save that is published, on the coordinator, with what its phases took on the slowest ranks.
-    `spans` are this rank's.
-    """
+    """Log the line of a published save, with its phases on the slowest ranks; `spans`: this rank's."""
     slowest: dict[str, float] = {}
     for written in gathered:
         for name, seconds in written.took_s.items():
@@ -612,9 +550,7 @@ def log_save(what: str, figures: SaveFigures, gathered: Sequence[Written], spans
 
 
 def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[WrittenFile]) -> None:
-    """Write this rank's phases (`Span`) as a trace that Chrome (`chrome://tracing`) and Perfetto show. A trace that
-    cannot be written is only warned about: the checkpoint is published.
-    """
+    """Write this rank's phases as a trace for Chrome and Perfetto. A failure is a warning: it is published."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
         {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "trainer"}},

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.console import human_bytes, logger_of
-from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, LoadError, OptionError, SaveError
-from mcore_ckpt.core.options import PARTIAL, SaveOptions, checkpoint_path, local_path
+from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.options import SaveOptions, checkpoint_path, local_path
 from mcore_ckpt.core.process import exit_text, lower_priority
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
 from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
@@ -41,12 +41,11 @@ from mcore_ckpt.format.metadata_read import (
     CONFIG_FILE,
     DRAIN_FILE,
     EXPORTS_FILE,
-    HF_INDEX,
     METADATA_FILE,
     TRACKER_FILE,
 )
 from mcore_ckpt.load.checks import check_data_files
-from mcore_ckpt.save.jobs import TRAINING_FIRST_NICE, StatusPage, SupervisedChild, start_interpreter, work_for_trainer
+from mcore_ckpt.save.jobs import TRAINING_FIRST_NICE, StatusPage, start_interpreter, work_for_trainer
 from mcore_ckpt.storage.resolve import lies_in, storage_at
 
 _logger = logger_of(__name__)
@@ -54,10 +53,8 @@ _logger = logger_of(__name__)
 
 # How often a trainer that ends says what it waits for.
 _SAY_EVERY_S: Final = 30.0
-_LOOK_EVERY_S: Final = 1.0
 # So long a second tier may take to say which directory it is.
 _ASK_WITHIN_S: Final = 5.0
-_READ_BYTES: Final = 65536
 
 
 def checkpoint_published(directory: Path, options: SaveOptions, *, is_coordinator: bool = True) -> None:
@@ -148,13 +145,13 @@ def _say_once(text: str) -> None:
     _logger.info(text)
 
 
-class _UpkeepProcess(SupervisedChild):
+class _UpkeepProcess:
     """The process, and a thread that turns what it says into lines of the log."""
 
     def __init__(self) -> None:
         self.page = StatusPage()
         self.owner_pid = os.getpid()
-        process = start_interpreter(
+        self._process = start_interpreter(
             __name__,
             os.getpid(),
             TRAINING_FIRST_NICE,
@@ -165,74 +162,56 @@ class _UpkeepProcess(SupervisedChild):
             stderr=subprocess.STDOUT,
             bufsize=0,
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._pipes = (process.stdin, process.stdout)
-        self._tasks_fd, self._lines_fd = (pipe.fileno() for pipe in self._pipes)
-        self._said = b""
-        for fd in (self._tasks_fd, self._lines_fd):
-            os.set_blocking(fd, False)
-        super().__init__(process, "the process that looks after the run")
-        reader = threading.Thread(target=self._look_until_it_ends, name="mcore-ckpt-upkeep", daemon=True)
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        self._tasks = self._process.stdin
+        os.set_blocking(self._tasks.fileno(), False)
+        self._reader = threading.Thread(target=self._log_lines, name="mcore-ckpt-upkeep", daemon=True)
         try:
-            reader.start()
+            self._reader.start()
         except RuntimeError:  # at the interpreter's end
-            self.kill("no thread can be started any more")
+            self._process.kill()
             raise
+
+    @property
+    def dead(self) -> bool:
+        """The process has ended, or is that of a trainer that has forked this one."""
+        return self._process.poll() is not None
 
     def send(self, task: dict[str, Any] | None) -> None:
         """A few hundred bytes, which a pipe takes at once; one that is full tells that the process hangs. None: end.
 
         (Closing the pipe would not tell: a process that the trainer has forked may hold it open.)
         """
-        os.write(self._tasks_fd, json.dumps(task).encode() + b"\n")
+        line = json.dumps(task).encode() + b"\n"
+        if self._tasks.write(line) != len(line):
+            raise OSError("it takes no more tasks")
 
     def finish(self) -> None:
         """Let it end what it is doing, and wait for that; what is interrupted here, the next run resumes."""
-        began_s = said_s = time.monotonic()
-        with suppress(OSError):
+        began_s = time.monotonic()
+        with suppress(OSError, ValueError):  # it has just ended
             self.send(None)
         try:
-            while not self.dead:
-                self.wait_for_news(_LOOK_EVERY_S)
-                self.look()
-                if time.monotonic() - said_s >= _SAY_EVERY_S:
-                    said_s = time.monotonic()
-                    waited_s = said_s - began_s
-                    _logger.warning(
-                        "waiting for old checkpoints to be removed and new ones to be copied or exported: %.0f s",
-                        waited_s,
-                    )
+            self._reader.join(_SAY_EVERY_S)
+            while self._reader.is_alive():
+                _logger.warning(
+                    "waiting for old checkpoints to be removed and new ones to be copied or exported: %.0f s",
+                    time.monotonic() - began_s,
+                )
+                self._reader.join(_SAY_EVERY_S)
         except BaseException:
-            self.kill("the trainer was interrupted", SaveError)
+            self._process.kill()
             raise
 
-    def _look_until_it_ends(self) -> None:
-        while not self.dead:
-            self.wait_for_news(_LOOK_EVERY_S)
-            self.look()
-
-    def _receive(self) -> bool:
-        with suppress(BlockingIOError):  # nothing more has come yet
-            while content := os.read(self._lines_fd, _READ_BYTES):
-                *lines, self._said = (self._said + content).split(b"\n")
-                for line in lines:
-                    _log(line)
-            return False
-        return True
-
-    def _news_fd(self) -> int:
-        return self._lines_fd
-
-    def _at_end(self) -> None:
-        if self._exit_code:
-            text = exit_text(self._exit_code)
+    def _log_lines(self) -> None:
+        with self._process as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                _log(line)
+        if process.returncode:
+            text = exit_text(process.returncode)
             _logger.warning("the process that looks after the run %s; the next save starts another", text)
-
-    def _release(self) -> None:
-        self._tasks_fd = self._lines_fd = -1
-        for pipe in self._pipes:
-            pipe.close()
 
 
 def _log(line: bytes) -> None:
@@ -444,27 +423,8 @@ def _answer_of(module: str, page_fd: int, *arguments: str | int | None) -> dict[
 
 
 def _export(tasks: _Newest, page_fd: int) -> None:
-    seen: set[str] = set()
     while (task := tasks.get()) is not None:
         _export_model(page_fd, **task)
-        if task["run"] not in seen:
-            seen.add(task["run"])
-            for name in _begun_exports(task):
-                _export_model(page_fd, **{**task, "name": name})
-
-
-def _begun_exports(task: dict[str, Any]) -> list[str]:
-    """Checkpoints whose export an earlier job has begun, and not finished; they may have been removed since."""
-    try:
-        place = checkpoint_path(task["export_to"])
-        folders = storage_at(place).folders()
-        begun = [n for n in folders if n.endswith(PARTIAL) or not storage_at(place / n).exists(HF_INDEX)]
-        return sorted({name for n in begun if iteration_of(name := n.removesuffix(PARTIAL)) is not None})
-    except CheckpointNotFoundError:  # nothing has been exported yet
-        return []
-    except CheckpointError as error:
-        _say(logging.WARNING, f"{task['run']}: cannot tell which exports are not finished: {error}")
-        return []
 
 
 def _export_model(page_fd: int, run: str, name: str, export_to: str, hf_config: str | None) -> None:

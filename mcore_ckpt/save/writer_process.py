@@ -9,9 +9,8 @@ goes with the packet, so that sending never waits for the other side to read: a 
 of offsets, and a writer that is still starting reads nothing. Pickles are safe here: both ends of the socket belong to
 this package, and no other process can reach them.
 
-In the process the main thread writes, one job after the other. A second thread reads the socket, watches the trainer,
-and ends the process as soon as the trainer is gone, in the middle of a write if need be: its files would not be
-committed.
+In the process the main thread writes, one job after the other. A second thread reads the socket, and ends the process
+as soon as the trainer is gone, in the middle of a write if need be: its files would not be committed.
 """
 
 from __future__ import annotations
@@ -58,6 +57,7 @@ _START_PERIOD_S: Final = 0.002
 _SEND_DEADLINE_S: Final = 10.0
 _FULL_PERIOD_MS: Final = 50
 _CANCEL_DEADLINE_S: Final = 2.0
+_STOP_DEADLINE_S: Final = 5.0
 _OUTPUT_TAIL_BYTES: Final = 4000
 _job_numbers = itertools.count(1)
 
@@ -93,9 +93,7 @@ def send_message(connection: socket.socket, kind: int, content: Any, *fds: int) 
 
 
 def receive_message(connection: socket.socket) -> tuple[int, Any, list[int]] | None:
-    """The next message: kind, content, and the descriptors that came along, now the caller's. None: nothing more comes.
-    Raises `BlockingIOError` where there is none, and the socket does not block.
-    """
+    """The next message: kind, content, descriptors; None: nothing more comes. `BlockingIOError`: none yet."""
     try:
         packet, fds, _, _ = socket.recv_fds(connection, _INLINE_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
@@ -112,9 +110,7 @@ def receive_message(connection: socket.socket) -> tuple[int, Any, list[int]] | N
 
 
 class PersistentWriter:
-    """A long-lived writer process, started when it is first needed, with this nice value and I/O scheduling class; None
-    keeps the trainer's.
-    """
+    """A long-lived writer process, started when first needed; a priority of None is the trainer's."""
 
     def __init__(self, cpu_priority: int | None = None, io_priority: int | None = None) -> None:
         self.cpu_priority = cpu_priority
@@ -133,9 +129,7 @@ class PersistentWriter:
         return None if child.dead else child.pid
 
     def warm_up(self, *, buffer_fd: int | None = None, wait: bool = True) -> None:
-        """Start the process ahead of the first save, and have it map the staging buffer of this descriptor. With
-        `wait`, return when it is ready, or raise `WriterDiedError` with its output.
-        """
+        """Start the process, and have it map a staging buffer; `wait`: until it is ready, or `WriterDiedError`."""
         child = self._running_child()
         if buffer_fd is not None:
             child.send_buffer(buffer_fd)
@@ -150,9 +144,7 @@ class PersistentWriter:
             time.sleep(_START_PERIOD_S)
 
     def submit(self, job: WriterJob, buffer_fd: int, on_submit: Callable[[ChildJob], None] | None = None) -> ChildJob:
-        """Dispatch a job and return at once; jobs are done in order. `on_submit` gets the job before it is dispatched,
-        for a caller that is interrupted in here to give it up.
-        """
+        """Dispatch a job and return at once. `on_submit` gets it before that, to give it up if interrupted."""
         child = self._running_child()
         return child.submit(next(_job_numbers), job, buffer_fd, on_submit)
 
@@ -313,8 +305,17 @@ class _WriterChild(SupervisedChild):
 
     # --- end ----------------------------------------------------------------------------------------------------------
 
-    def _ask_to_stop(self) -> None:
-        self.send(Kind.STOP, None)
+    def stop(self, abort: bool) -> None:
+        """End the process; its jobs first, unless aborting."""
+        if not (abort or self.dead):
+            for job in list(self._jobs.values()):
+                job.wait()
+            self.send(Kind.STOP, None)
+            self.has_ended(_STOP_DEADLINE_S)
+        with self._lock:
+            if not self.dead:
+                self._process.kill()
+                self._end(lambda job: SaveError(f"{job.what}: {self.title} was closed"))
 
     def _at_end(self) -> None:
         size = os.fstat(self._output_fd).st_size
@@ -414,9 +415,7 @@ def main(
     cpu_priority: int | None,
     io_priority: int | None,
 ) -> None:
-    """Run the writer process until its trainer says stop or is gone. It gets the descriptors of its end of the control
-    socket and of the shared status page; a priority of None is the trainer's.
-    """
+    """Run the writer until its trainer says stop or is gone; a priority of None is the trainer's."""
     faulthandler.enable(all_threads=False)  # a dump of threads that still run can crash, and hide the first signal
     leave_signals_to_parent()  # a Ctrl-C, or a scheduler's notice, must not take away what the last save needs
     lower_priority(cpu_priority, io_priority)

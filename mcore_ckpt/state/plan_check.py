@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-from array import array
 from collections.abc import Collection, Sequence
 from itertools import chain, compress
 from operator import itemgetter
@@ -21,9 +20,8 @@ import numpy.typing as npt
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.state.plans import LocalPlan, decoded_plans
-from mcore_ckpt.state.shards import is_main, leaves_by_kind, stored_form
-from mcore_ckpt.state.torch_classes import dtype_name
+from mcore_ckpt.format.integrity import PlannedTable, RankPlan, TableColumns, decoded_plans, encode_plan
+from mcore_ckpt.state.shards import dtype_name, is_main, leaves_by_kind, stored_form
 
 
 class _Shard(NamedTuple):
@@ -91,7 +89,7 @@ class Accesses(NamedTuple):
             if is_main(replica):
                 unique_keys.append((key, unique_key))
         return [
-            b"" if is_written else _plan_of(*mains).encode(),
+            b"" if is_written else _encoded_mains(*mains),
             _encoded([replicas, uneven]),
             _encoded([unique_keys, counts]),
         ]
@@ -107,20 +105,8 @@ def _stored(tensors: tuple[list[Any], ...]) -> tuple[list[Any], ...]:
     return keys, list(map(dtype_name, dtypes)), shapes, offsets, sizes
 
 
-def _plan_of(keys: list[str], dtypes: list[str], shapes: list[Any], offsets: list[Any], sizes: list[Any]) -> LocalPlan:
-    codes = {dtype: code for code, dtype in enumerate(dict.fromkeys(dtypes))}
-    boxes = chain.from_iterable(chain.from_iterable(zip(shapes, offsets, sizes, strict=True)))
-    return LocalPlan(
-        keys=keys,
-        dtypes=list(codes),
-        dtype_codes=array("i", map(codes.__getitem__, dtypes)),
-        files=[],
-        file_bytes=[],
-        file_codes=array("i"),
-        ndims=array("i", map(len, shapes)),
-        boxes=array("q", boxes),
-        places=array("q"),
-    )
+def _encoded_mains(keys: list[str], dtypes: list[str], *boxes: list[Any]) -> bytes:
+    return encode_plan([PlannedTable("", 0, TableColumns.of(keys, dtypes, zip(*boxes, strict=True)))])
 
 
 def _encoded(value: Any) -> bytes:
@@ -173,10 +159,8 @@ class PlannedTensors:
         return items.dtypes[items.dtype_ids[item]], items.numbers(item)[0], int(items.ranks[item])
 
 
-def check_saves(plans: Sequence[LocalPlan], accesses: Sequence[Sequence[bytes]] = ()) -> None:
-    """Check what all ranks are going to save; with `accesses`, `Accesses.told` of each, also all else that they hold.
-    Raises `PlanError`.
-    """
+def check_saves(plans: Sequence[RankPlan], accesses: Sequence[Sequence[bytes]] = ()) -> None:
+    """Check what all ranks save, and with `accesses` (`Accesses.told`) what they hold. Raises `PlanError`."""
     planned = check_plans(plans)
     if not accesses:
         return
@@ -189,10 +173,7 @@ def check_saves(plans: Sequence[LocalPlan], accesses: Sequence[Sequence[bytes]] 
 
 
 def check_requests(accesses: Sequence[Sequence[bytes]]) -> None:
-    """Check what all ranks are going to load, as Megatron does: `Accesses.told` of each. Raises `PlanError`.
-
-    Of tensors whose shards lie on no regular grid any part may be asked for, if that is so of all of their shards.
-    """
+    """Check what all ranks load, as Megatron does; any part of tensors on no regular grid. Raises `PlanError`."""
     plans = decoded_plans(of_rank[0] for of_rank in accesses)
     uneven = frozenset(key for encoded in {of_rank[1] for of_rank in accesses} for key in json.loads(encoded)[1])
     if uneven:
@@ -202,11 +183,12 @@ def check_requests(accesses: Sequence[Sequence[bytes]]) -> None:
     _check_objects(requested, accesses)
 
 
-def _check_grids(uneven: frozenset[str], plans: Sequence[LocalPlan], accesses: Sequence[Sequence[bytes]]) -> None:
+def _check_grids(uneven: frozenset[str], plans: Sequence[RankPlan], accesses: Sequence[Sequence[bytes]]) -> None:
     """Check that no rank holds a shard on a regular grid of a tensor of which another has one on none."""
     for rank, (plan, of_rank) in enumerate(zip(plans, accesses, strict=True)):
         replicas, of_this_rank = json.loads(of_rank[1])
-        even = uneven & {*plan.keys, *(key for key, _, _ in replicas)} - set(of_this_rank)
+        mains = chain.from_iterable(file.columns.keys for file in plan)
+        even = uneven & {*mains, *(key for key, _, _ in replicas)} - set(of_this_rank)
         if even:
             raise PlanError(
                 f"{min(even)}: rank {rank} holds a shard of it on a regular grid, and another rank one on none "
@@ -265,9 +247,7 @@ def _check_objects(tensors: PlannedTensors, accesses: Sequence[Sequence[bytes]])
             )
 
 
-def check_plans(
-    plans: Sequence[LocalPlan], does: str = _SAVES, partly: Collection[str] = frozenset()
-) -> PlannedTensors:
+def check_plans(plans: Sequence[RankPlan], does: str = _SAVES, partly: Collection[str] = frozenset()) -> PlannedTensors:
     """Check every rank's tensors against those of all others.
 
     Raises `PlanError`, which names key and ranks, if they disagree on dtype or shape, or if chunks overlap, leave a gap
@@ -302,27 +282,28 @@ def check_plans(
     return planned
 
 
-def _joined(plans: Sequence[LocalPlan]) -> _Items:
+def _joined(plans: Sequence[RankPlan]) -> _Items:
     key_numbers: dict[str, int] = {}
     dtype_numbers: dict[str, int] = {}
-    of_list: dict[int, _Ints] = {}  # ranks with the same keys share one list of them
-    for plan in plans:
-        if id(plan.keys) not in of_list:
-            numbers = [key_numbers.setdefault(key, len(key_numbers)) for key in plan.keys]
-            of_list[id(plan.keys)] = _column(numbers)
+    of_list: dict[int, _Ints] = {}  # files with the same keys share one list of them
+    tables = [file.columns for plan in plans for file in plan]
+    for table in tables:
+        if id(table.keys) not in of_list:
+            numbers = [key_numbers.setdefault(key, len(key_numbers)) for key in table.keys]
+            of_list[id(table.keys)] = _column(numbers)
     dtype_ids = [_column([])]
-    for plan in plans:
-        of_rank = _column([dtype_numbers.setdefault(name, len(dtype_numbers)) for name in plan.dtypes])
-        dtype_ids.append(of_rank[_column(plan.dtype_codes)] if plan.keys else _column([]))
-    ndims = np.concatenate([_column([]), *(_column(plan.ndims) for plan in plans)])
+    for table in tables:
+        of_table = _column([dtype_numbers.setdefault(name, len(dtype_numbers)) for name in table.dtypes])
+        dtype_ids.append(of_table[_column(table.dtype_codes)] if table.keys else _column([]))
+    ndims = np.concatenate([_column([]), *(_column(table.ndims) for table in tables)])
     return _Items(
         keys=list(key_numbers),
-        key_ids=np.concatenate([_column([]), *(of_list[id(plan.keys)] for plan in plans)]),
-        ranks=np.repeat(np.arange(len(plans)), [len(plan.keys) for plan in plans]),
+        key_ids=np.concatenate([_column([]), *(of_list[id(table.keys)] for table in tables)]),
+        ranks=np.repeat(np.arange(len(plans)), [sum(len(file.columns.keys) for file in plan) for plan in plans]),
         dtypes=list(dtype_numbers),
         dtype_ids=np.concatenate(dtype_ids),
         ndims=ndims,
-        boxes=np.concatenate([_column([]), *(_column(plan.boxes) for plan in plans)]),
+        boxes=np.concatenate([_column([]), *(_column(table.boxes) for table in tables)]),
         positions=np.cumsum(3 * ndims) - 3 * ndims,
     )
 
@@ -332,9 +313,7 @@ def _column(values: Any) -> _Ints:
 
 
 def _in_a_row(key_ids: _Ints, numbers: _Ints) -> npt.NDArray[np.bool_]:
-    """For each key, whether its chunks follow one another along one axis and span the others; False says nothing.
-    `numbers`: chunks x (shape, offsets, sizes) x axes.
-    """
+    """For each key, whether its chunks follow one another along one axis and span the others; False says nothing."""
     count, _, ndim = numbers.shape
     good = np.ones(int(key_ids.max()) + 1, dtype=bool)
     if ndim == 0:

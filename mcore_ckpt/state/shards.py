@@ -1,13 +1,10 @@
 """Megatron's sharded leaves, and how they are stored; recognised by their attributes, so megatron is not imported.
 
-A *shard* is what one rank holds of a global tensor: Megatron's `ShardedTensor` (key, data, local and global shape,
-offset). A *sharded object* is one rank's part of a global object: Megatron's `ShardedObject`.
+A *shard* (Megatron's `ShardedTensor`) is what one rank holds of a global tensor, a *sharded object* part of an object.
 
 A shard is a box of its global tensor and is stored as such, but for stretches of flattened tensors, which is how
-Megatron-Core 0.12 to 0.15 kept optimizer state. A rank of the distributed optimizer owns elements `[start, stop)` of
-its flattened parameter, which in turn is a box of the global parameter: a `ShardedTensor` with a `flattened_range`.
-Such a stretch is no box of the global tensor, so it is stored under another shape (Megatron's own form, which stock
-readers expect):
+Megatron-Core 0.12 to 0.15 kept optimizer state: a rank owns elements `[start, stop)` (`flattened_range`) of a box of
+the global parameter, flattened. That is stored under another shape (Megatron's own form, which stock readers expect):
 
     parameter   global [X, Y], local [x, y]                          elements
     stored      [X / x, Y / y, x * y]                                grid of local boxes, each flattened
@@ -22,6 +19,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -32,7 +30,62 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from mcore_ckpt.core.boxes import Box, flat_boxes
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.index import ORIGINAL_SHAPE
-from mcore_ckpt.state.torch_classes import PLAIN, check_memory, is_dense, pointer_of
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_dense(value: Any) -> bool:
+    """Whether this is a plain tensor whose elements all lie in memory."""
+    return type(value) in PLAIN and value.layout is torch.strided and not value.is_meta
+
+
+def pointer_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""
+    return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
+
+
+def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
+    """Raise `PlanError` unless all of a dense tensor's memory is there, since it is read by address.
+
+    A storage can be cut under its tensors (`untyped_storage().resize_`), which is how some libraries offload. Meta and
+    fake tensors have none, nor have those that hold others. `where` tells key and offset.
+    """
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":
+        raise PlanError(
+            f"{where()}: the tensor ({type(tensor).__name__}) is on the meta device and has no elements to save; put it"
+            " on a device and give it values before the save"
+        )
+    if type(tensor) not in PLAIN and tensor.numel() and not tensor.data_ptr():
+        parts = getattr(tensor, "__tensor_flatten__", lambda: ((), None))()[0]
+        raise PlanError(
+            f"{where()}: a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__} holds other tensors"
+            f" ({', '.join(parts)}) and has no elements of its own, by which a checkpoint is loaded under any layout;"
+            " save it as a plain tensor (`dequantize()`), or save what it holds under keys of their own"
+        )
+    held_bytes = storage.nbytes()
+    last = tensor.storage_offset() + tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if (last + 1) * tensor.itemsize > held_bytes and tensor.numel():
+        raise PlanError(
+            f"{where()}: the tensor's memory was given back ({held_bytes} bytes are left of"
+            f" {(last + 1) * tensor.itemsize}); bring it back, from where it was offloaded to, before the save"
+        )
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without `torch.`, as stored in the index."""
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype of that name, or None if this torch does not have it."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
 
 # Types met before, and whether each is a tensor's: looking at the attributes of each leaf takes longer than all
 # else of a walk.
@@ -61,16 +114,8 @@ def is_main(replica_id: Any) -> bool:
     return not any(replica_id)
 
 
-def record_members(leaf: Any) -> Mapping[str, bytes]:
-    """What else the record of a sharded object has, by name, where it is stored."""
-    found: Mapping[str, bytes] = getattr(leaf, "record_members", {})
-    return found
-
-
 def leaves(tree: object) -> Iterator[Any]:
-    """Every sharded tensor and sharded object of a nested dict/list, in order, with what Megatron's factories build in
-    their place.
-    """
+    """Every sharded tensor and object of a nested dict/list, in order, with what Megatron's factories build."""
     found: list[Any] = []
     _collect([tree], found)
     return iter(found)
@@ -107,15 +152,17 @@ def leaves_by_kind(tree: object) -> tuple[list[Any], list[Any]]:
 
 
 def main_replicas(tree: object) -> tuple[list[Any], list[Any], list[Any]]:
-    """Sharded tensors and sharded objects of a nested dict/list that this rank writes (`is_main_replica`), in order;
-    and the objects that it does not write.
-    """
+    """Sharded tensors and objects of a nested dict/list that this rank writes, in order; and its other objects."""
     of_kinds = leaves_by_kind(tree)
     tensors, objects = (
-        [leaf for leaf in of_kind if (type(leaf.replica_id) is int and leaf.replica_id == 0) or is_main_replica(leaf)]
+        [
+            leaf
+            for leaf in of_kind
+            if (type(leaf.replica_id) is int and leaf.replica_id == 0) or is_main(leaf.replica_id)
+        ]
         for of_kind in of_kinds
     )
-    return tensors, objects, [leaf for leaf in of_kinds[1] if not is_main_replica(leaf)]
+    return tensors, objects, [leaf for leaf in of_kinds[1] if not is_main(leaf.replica_id)]
 
 
 def filled(tree: Any, object_of: Callable[[Any], Any]) -> Any:

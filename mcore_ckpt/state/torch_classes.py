@@ -13,9 +13,8 @@ import copyreg
 import io
 import pickle
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, PlanError
+from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import (
     CheckpointIndex,
@@ -35,54 +34,11 @@ from mcore_ckpt.format.index import (
     is_compressed,
     of_different_offsets,
 )
-from mcore_ckpt.format.integrity import Manifest, ManifestFile, split_metadata, with_manifest
+from mcore_ckpt.format.integrity import ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_dense(value: Any) -> bool:
-    """Whether this is a plain tensor whose elements all lie in memory."""
-    return type(value) in PLAIN and value.layout is torch.strided and not value.is_meta
-
-
-def pointer_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""
-    return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
-
-
-def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
-    """Raise `PlanError` unless all of a dense tensor's memory is there, since it is read by address.
-
-    A storage can be cut under its tensors (`untyped_storage().resize_`), which is how some libraries offload. Meta and
-    fake tensors have none, nor have those that hold others. `where` tells key and offset.
-    """
-    storage = tensor.untyped_storage()
-    if storage.device.type == "meta":
-        raise PlanError(
-            f"{where()}: the tensor ({type(tensor).__name__}) is on the meta device and has no elements to save; put it"
-            " on a device and give it values before the save"
-        )
-    if type(tensor) not in PLAIN and tensor.numel() and not tensor.data_ptr():
-        parts = getattr(tensor, "__tensor_flatten__", lambda: ((), None))()[0]
-        raise PlanError(
-            f"{where()}: a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__} holds other tensors"
-            f" ({', '.join(parts)}) and has no elements of its own, by which a checkpoint is loaded under any layout;"
-            " save it as a plain tensor (`dequantize()`), or save what it holds under keys of their own"
-        )
-    held_bytes = storage.nbytes()
-    last = tensor.storage_offset() + tensor.numel() - 1
-    if not tensor.is_contiguous():
-        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    if (last + 1) * tensor.itemsize > held_bytes and tensor.numel():
-        raise PlanError(
-            f"{where()}: the tensor's memory was given back ({held_bytes} bytes are left of"
-            f" {(last + 1) * tensor.itemsize}); bring it back, from where it was offloaded to, before the save"
-        )
-
 
 # What torch <= 2.14 reads of a pickled TensorProperties; 2.15 appends the strides, and reads five values as well.
 _PROPERTIES = 5
@@ -150,7 +106,12 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
     if index.mcore_data:
         metadata.mcore_data = index.mcore_data  # type: ignore[attr-defined]
     if index.manifest is not None:
-        setattr(metadata, _SUMS, _plain_sums(index.manifest, index))
+        sums = {
+            "manifest": with_manifest(b"", replace(index.manifest, columns=None)),
+            "crcs": {(item.file, item.offset): item.crc32 for _, _, item in index.items()},
+            "blocks": {place: running.tolist() for place, running in index.blocks.items()},
+        }
+        setattr(metadata, _SUMS, sums)
     return metadata
 
 
@@ -159,20 +120,9 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
 _SUMS = "mcore_ckpt_sums"
 
 
-def _plain_sums(manifest: Manifest, index: CheckpointIndex) -> dict[str, Any]:
-    return {
-        "manifest": with_manifest(b"", replace(manifest, columns=None)),
-        "crcs": {(item.file, item.offset): item.crc32 for _, _, item in index.items()},
-        "blocks": {place: sums.tolist() for place, sums in index.blocks.items()},
-    }
-
-
 @collector_paused()
 def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
-    """The index of the checkpoint in `path`, from a `Metadata` that DCP or Megatron-Core has read or planned.
-
-    Raises `CorruptCheckpointError` if a chunk or object has no place in `storage_data`.
-    """
+    """The index that a `Metadata` of DCP describes. Raises `CorruptCheckpointError` if an item has no place."""
     sums = getattr(metadata, _SUMS, None) or {"manifest": b"", "crcs": {}, "blocks": {}}
     manifest = split_metadata(sums["manifest"], str(path))[1]
     blocks = {place: array("I", running) for place, running in sums["blocks"].items()}
@@ -189,10 +139,7 @@ def encoded_metadata(
     files: Mapping[str, ManifestFile],
     sums: Mapping[tuple[str, int], ItemSums],
 ) -> bytes:
-    """The content of `.metadata` for what DCP has planned and this package has written; `sums` by file and offset.
-
-    Where one of the items has no `sums`, there is no manifest.
-    """
+    """The content of `.metadata` for what DCP has planned; no manifest where an item has no `sums`."""
     if type(metadata).__name__ not in _KNOWN_METADATA or not _KNOWN_ATTRIBUTES.issuperset(vars(metadata)):
         return _pickled_metadata(metadata)  # of a planner that keeps more in it than anybody knows
     index = _index_of(metadata, path, {place: one.crc32 for place, one in sums.items()})
@@ -297,16 +244,3 @@ def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int
         storage_meta=fields,
         version=getattr(metadata, "version", None),
     )
-
-
-@lru_cache(maxsize=256)
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without `torch.`, as stored in the index."""
-    return str(dtype).removeprefix("torch.")
-
-
-@lru_cache(maxsize=256)
-def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype of that name, or None if this torch does not have it."""
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else None

@@ -117,9 +117,7 @@ class _Comparison:
         return []
 
     def _of_groups(self, stored: Sequence[Any], held: Sequence[Any], where: str) -> _Differences:
-        """What differs between groups, each compared with one of its own. A stage of the pipeline may have fewer than
-        are stored.
-        """
+        """What differs between parameter groups, in any order; a stage of the pipeline may have fewer."""
         left, compared, differing = dict(enumerate(stored)), set[int](), list[tuple[str, str, str]]()
         for number, group in enumerate(held):
             found = {n: self.differences(one, group, f"{where}[{number}]") for n, one in left.items()}
@@ -241,9 +239,7 @@ def _text(value: Any) -> str:
 
 
 def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, str, str, str] | None:
-    """Number of the first element in which two tensors of one dtype and number of elements differ by a bit, both there,
-    and how many more do.
-    """
+    """The first element in which two tensors alike in form differ by a bit, both there, and how many more do."""
     pair = [_elements(one) for one in (expected, got)]
     first, second = (one.view(torch.uint8).view(-1, max(1, one.element_size())) for one in pair)
     if torch.equal(first, second):

@@ -40,9 +40,7 @@ _SCOPE: Final = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 class GcsClient(ObjectClient):
-    """One bucket. `client`: Google's, of another time-out. An endpoint without encryption gets no token, which would be
-    everybody's.
-    """
+    """One bucket. `client`: Google's. An endpoint without encryption gets no token, which would be everybody's."""
 
     max_parts = 2**31
 

@@ -95,9 +95,7 @@ Condition = str | None
 
 
 class Listing(NamedTuple):
-    """What lies directly below a prefix: the sizes of objects by name, and the names of folders: "/" of one whose
-    name is empty.
-    """
+    """What lies directly below a prefix: sizes of objects, and folders ("/": one whose name is empty)."""
 
     sizes: dict[str, int]
     folders: set[str]
@@ -112,10 +110,7 @@ class UndecidedError(OSError):
 
 
 class Upload:
-    """An object that is sent from its first byte to its last, by one thread at a time; not there before `complete`.
-
-    `stream`: what a library has for it. `asked`: the client's, which tells errors of the library.
-    """
+    """An object that one thread at a time sends, by a library's `stream`; `asked` tells errors of the library."""
 
     def __init__(self, asked: Callable[[str, str], AbstractContextManager[None]], key: str, stream: Any) -> None:
         self.asked = asked
@@ -133,9 +128,7 @@ class Upload:
             self.stream.close()
 
     def abandon(self) -> None:
-        """Never make it, and have the store remove its parts, when what is on its way has been answered: that is not
-        waited for long. If this process ends before, they stay until a rule of the bucket removes them.
-        """
+        """Never make it, and have the store remove its parts; that is not waited for long."""
         remover = threading.Thread(target=self._remove, daemon=True)
         with suppress(RuntimeError):  # at the interpreter's end
             remover.start()
@@ -322,8 +315,13 @@ class ObjectWriter(RangeWriter):
                 else:
                     self._complete(self._upload)
                 self._made = True
-                if version is not None or not self.is_unique:
-                    self._compare(size_bytes, version)
+                if version is None and self.is_unique:
+                    return
+                state = self._client.head(self._key)  # an answer alone is no proof
+                if state is None or state.size_bytes != size_bytes or version not in (None, state.version):
+                    got = "nothing" if state is None else f"{state.size_bytes} bytes, version {state.version}"
+                    said = f"{size_bytes} bytes, version {version}"
+                    raise OSError(errno.EREMOTEIO, f"the store has answered that it holds {said}, and holds {got}")
 
     def _complete(self, upload: Upload) -> None:
         self._look_for_others()
@@ -333,14 +331,6 @@ class ObjectWriter(RangeWriter):
             there = self._client.head(self._key)
             if there is None or there.put_id != self._put_id:  # else an attempt has made it whose answer was lost
                 raise
-
-    def _compare(self, size_bytes: int, version: str | None) -> None:
-        """Ask for what was made: an answer alone is no proof."""
-        state = self._client.head(self._key)
-        if state is None or state.size_bytes != size_bytes or version not in (None, state.version):
-            got = "nothing" if state is None else f"{state.size_bytes} bytes, version {state.version}"
-            text = f"the store has answered that it holds {size_bytes} bytes, version {version}, and holds {got}"
-            raise OSError(errno.EREMOTEIO, text)
 
     def abort(self) -> None:
         self._ended = True  # (without the lock, which a write that hangs may hold)
@@ -367,9 +357,7 @@ _LOOKS: Final = 3
 
 
 class ObjectStorage(Storage):
-    """A prefix of keys of one bucket. `url`: of the directory, as the user gave it; `reopen` makes the storage of a
-    URL, within a deadline, in another process, too.
-    """
+    """A prefix of keys of one bucket. `reopen` makes the storage of a URL, in another process, too."""
 
     # 10 ms for a request, and 100 MB/s by one connection.
     request_bytes = 1024 * 1024

@@ -61,9 +61,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def open_store(url: str, deadline_s: float | None = None) -> Storage:
-    """The storage of a directory in an object store. Raises `OptionError`: the URL names no bucket or profile, or what
-    it takes to reach it is missing.
-    """
+    """The storage of a directory in an object store. Raises `OptionError` if it cannot be reached as configured."""
     scheme, bucket, prefix = _parts(url)
     if scheme == "az" and _SIGNATURE.search(url):
         raise OptionError(
@@ -151,9 +149,7 @@ def _s3(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
 
 
 def _botocore_session(where: str, profile: str | None) -> Any:
-    """Where AWS's own tools look for credentials and settings; None without botocore: obstore looks at the variables,
-    and asks the instance.
-    """
+    """AWS's own way to credentials and settings; None without botocore: obstore then finds its own."""
     try:
         import botocore.session
     except ImportError:

@@ -198,15 +198,11 @@ class RangeWriter(ABC):
 
     @abstractmethod
     def finish(self, size_bytes: int) -> None:
-        """Cut the file to `size_bytes`, make it durable and close it. On `SaveError` it is closed all the same, and
-        `abort` removes it.
-        """
+        """Cut the file to `size_bytes`, make it durable and close it, also on `SaveError`; `abort` then removes it."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Close and remove the file, finished or not; neither waits for a `write` that hangs nor closes the file under
-        it. Twice is harmless; raises nothing for a file that is gone.
-        """
+        """Close and remove the file, finished or not, without a wait for writes. Twice is harmless; raises nothing."""
 
 
 class Storage(ABC):
@@ -257,9 +253,7 @@ class Storage(ABC):
         """Names of the directories in this one, links to some among them. Raises `LoadError`."""
 
     def is_directory(self) -> bool:
-        """Whether there is such a directory, even an empty one; in an object store one is there as long as it holds
-        something. Raises `LoadError`.
-        """
+        """Whether there is such a directory; in a store, as long as it holds something. Raises `LoadError`."""
         try:
             self.folders()
         except CheckpointNotFoundError:
@@ -272,9 +266,7 @@ class Storage(ABC):
 
     @abstractmethod
     def version(self, name: str) -> FileVersion | None:
-        """What tells a file from another of the same name, asked of the file itself, not of a listing; None: no file.
-        Raises `LoadError`.
-        """
+        """What tells a file from another of its name, asked of the file itself; None: no file. Raises `LoadError`."""
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of that name. Raises `LoadError`."""
@@ -311,9 +303,7 @@ class Storage(ABC):
 
     @contextmanager
     def readers_of(self, name: str) -> Iterator[Callable[[], bool]]:
-        """Within the block, what tells of the file that has this name now, also when another has got the name, whether
-        some process is known to be within `in_use` of it.
-        """
+        """Within the block, a function that tells whether a process is `in_use` of the file that has this name now."""
         yield lambda: False
 
     def keep_owner(self, names: Iterable[str], like: str) -> None:  # noqa: B027  (in a store there is none)
@@ -330,9 +320,7 @@ class Storage(ABC):
 
     @abstractmethod
     def overwrite(self, name: str, content: bytes) -> bool:
-        """Replace the content of a file in place, durably; False if there is no regular file of that name. Raises
-        `SaveError`.
-        """
+        """Replace a file's content in place, durably; False if there is no regular file. Raises `SaveError`."""
 
     # Small files
 
@@ -369,10 +357,7 @@ class Storage(ABC):
 
     @abstractmethod
     def move(self, source: str, name: str) -> None:
-        """Make `name` hold what the small file `source` holds, atomically, and delete that; durable after `sync`.
-
-        On `SaveError` the old content, if any, is still there.
-        """
+        """Make `name` hold what the small file `source` holds, atomically; durable after `sync`. Else `SaveError`."""
 
     @abstractmethod
     def delete(self, name: str, missing_ok: bool = True) -> None:
@@ -386,9 +371,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sync(self, *, parents: bool = False) -> None:
-        """Make all names durable that were created, moved or deleted here; with `parents` the directory's own name,
-        too, and those above it. Raises `SaveError`.
-        """
+        """Make names durable that were created, moved or deleted here; `parents`: the directory's own, too."""
 
     @abstractmethod
     def remove(self) -> bool:

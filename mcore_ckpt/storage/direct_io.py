@@ -13,15 +13,12 @@ can: caching it only evicts what training needs, at the price of a copy. Elsewhe
 written back while the save goes on, and what has reached the device is dropped, so that the final fsync has nearly
 nothing left to do.
 
-The calls that Python does not wrap are advice: where the C library or the file system lacks one, nothing happens and
-the data are written all the same, more slowly. What is not advice is the error of a write-back, which `write_back` does
-report.
+The calls that Python does not wrap are advice: where one is lacking, the data are written all the same, more slowly.
 
 On file systems that hosts share, another host may just have replaced or removed a file. For some seconds GlusterFS
-gives a name's old file from its caches, or answers ESTALE; NFS answers so of an open file that is gone. A server that
-is asked knows better. So the server has to confirm what was opened, and a look that is answered ESTALE is repeated
-for half a minute (`look_again`), as clients of NFS do. Before that the directory is listed: clients take names from the
-server then. Looks only: no change of a file is asked for twice.
+gives a name's old file from its caches, or answers ESTALE; NFS answers so of an open file that is gone. So the server
+has to confirm what was opened, and a look that is answered ESTALE is repeated for half a minute (`look_again`), after
+the directory was listed: clients take names from the server then. No change of a file is asked for twice.
 """
 
 from __future__ import annotations
@@ -103,7 +100,7 @@ _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 _SYNC_WRITE, _SYNC_WRITE_AND_WAIT = 2, 7  # flags of sync_file_range
 
-MADV_POPULATE_WRITE: Final = 23  # <linux/mman.h>, which the mmap module does not name
+_MADV_POPULATE_WRITE: Final = 23  # <linux/mman.h>, which the mmap module does not name
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _SHORT_COPY_BYTES = 256 * 1024
@@ -113,9 +110,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Private zeroed memory of `nbytes`, rounded up to whole pages, page-aligned; in huge pages if it is large and the
-    kernel has some: of 4 KiB pages a device request is too short to keep a fast disk busy.
-    """
+    """Private zeroed memory in whole pages, huge ones if it is large: short device requests leave a disk idle."""
     size_bytes = max(align_up(nbytes), ALIGNMENT_BYTES)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked child would write into memory that is shared
     if size_bytes < _HUGE_PAGE_BYTES:
@@ -129,9 +124,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 def copy_bytes(destination: memoryview, source: memoryview) -> None:
-    """`destination[:] = source`, for contiguous bytes of the same length, without holding the GIL meanwhile: the
-    threads that keep the device busy need it a few hundred times a second.
-    """
+    """`destination[:] = source`, of the same length, without the GIL, which the threads that write need."""
     if len(destination) != len(source):
         raise ValueError(f"{len(source)} bytes do not fit into {len(destination)} exactly")
     if source.readonly or len(source) < _SHORT_COPY_BYTES:  # (ctypes takes writable memory only)
@@ -141,9 +134,7 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
 
 
 def enable(fd: int) -> bool:
-    """Put O_DIRECT on a file if its file system has it, and say whether. Some take the flag, and then refuse a write
-    (`_REFUSALS`).
-    """
+    """Put O_DIRECT on a file if its file system has it, and say whether. Some then refuse a write."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
@@ -178,8 +169,6 @@ def _libc() -> Any:
             function.restype = ctypes.c_int
     library.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, offset]
     library.preadv.restype = ctypes.c_ssize_t
-    library.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, offset]
-    library.pwrite.restype = ctypes.c_ssize_t
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset]
     library.mmap.restype = ctypes.c_void_p
     return library
@@ -191,10 +180,8 @@ def address(view: memoryview) -> int:
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Reserve space for bytes `[0, nbytes)` and set the file's length, where the file system can (where it cannot,
-    `os.posix_fallocate` would write into every block). Raises `OSError`, above all ENOSPC.
-    """
-    if nbytes > 0:
+    """Reserve bytes `[0, nbytes)` and set the file's length, where the file system can. Raises `OSError`."""
+    if nbytes > 0:  # (`os.posix_fallocate` would write into every block where the file system cannot)
         _advise("fallocate", fd, 0, 0, nbytes)
 
 
@@ -210,9 +197,7 @@ def _advise(name: str, *arguments: int) -> None:
 
 
 def write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
-    """Write all of `view`; a write that stops short continues at the last multiple of `granule` that it reached. Raises
-    `OSError`.
-    """
+    """Write all of `view`; a short write continues at the last multiple of `granule`. Raises `OSError`."""
     done = 0
     while done < len(view):
         written = os.pwrite(fd, view[done:], offset + done)
@@ -226,30 +211,13 @@ def write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
 
 
 def write_back(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
-    """Start writing dirty pages of a range to the device, and wait for them if asked. Raises `OSError` if the device
-    failed: the kernel reports it once.
-    """
+    """Start writing dirty pages of a range, and wait if asked. Raises the device's `OSError`, reported once."""
     _advise("sync_file_range", fd, offset, nbytes, _SYNC_WRITE_AND_WAIT if wait else _SYNC_WRITE)
 
 
-def write_from(fd: int, address: int, nbytes: int, offset: int) -> None:
-    """Write `nbytes` of this process's memory, from `address` on, to `offset` of a file. Raises `OSError`."""
-    done = 0
-    while done < nbytes:
-        count = _libc().pwrite(fd, address + done, nbytes - done, offset + done)
-        if count <= 0:
-            code = ctypes.get_errno() if count else errno.ENOSPC
-            if code == errno.EINTR:
-                continue
-            raise OSError(code, os.strerror(code))
-        done += count
-
-
 def populate(address: int, nbytes: int) -> bool:
-    """Make and map pages of shared memory (page-aligned), so that touching them later is no fault; whether all are
-    there now.
-    """
-    done: int = _libc().madvise(address, nbytes, MADV_POPULATE_WRITE)
+    """Map pages of shared memory (page-aligned), so that touching them is no fault; whether all are there."""
+    done: int = _libc().madvise(address, nbytes, _MADV_POPULATE_WRITE)
     return done == 0
 
 
@@ -263,9 +231,7 @@ def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
 
 
 class Residency:
-    """Tells which part of a file lies in the page cache, without reading any of it; its mapping is never touched for
-    that, so a file that is cut meanwhile does no harm.
-    """
+    """Tells which part of a file the page cache holds, without reading; its mapping is never touched."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -282,9 +248,7 @@ class Residency:
                     self.close()
 
     def cached_share(self, offset: int, nbytes: int) -> float:
-        """About what part of bytes `[offset, offset + nbytes)` is cached, from 0.0 to 1.0; 0.0 where nobody can tell.
-        Of a long range a few samples are looked at: pages come and go in long runs.
-        """
+        """About what part of bytes `[offset, offset + nbytes)` is cached, 0.0 to 1.0, by a few samples."""
         if self._address is None or offset >= self._size_bytes:
             return 0.0
         first = offset // mmap.PAGESIZE

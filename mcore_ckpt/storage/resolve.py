@@ -391,9 +391,7 @@ class LocalStorage(Storage):
 
 
 def storage_at(place: str | os.PathLike[str], *, follow_links: bool = False) -> Storage:
-    """The storage of a directory, by its path or by the URL of one in an object store; it need not exist. Raises
-    `OptionError`: it is a URL of another kind, or what it takes to reach that store is missing.
-    """
+    """The storage of a directory, by path or URL; it need not exist. Raises `OptionError` where none can be."""
     url = store_url(place)
     if url is None:
         return LocalStorage(place, follow_links=follow_links)
@@ -404,17 +402,13 @@ def storage_at(place: str | os.PathLike[str], *, follow_links: bool = False) -> 
 
 
 def path_in_file_system(place: Path) -> Path:
-    """The path by which the file system knows a directory, also of a URL whose profile names one; of all else `place`.
-    Raises `OptionError` as `storage_at` does.
-    """
+    """The file system's path of a directory, also of a URL whose profile names one; of all else `place`."""
     storage = storage_at(place)
     return storage.root if isinstance(storage, LocalStorage) else place
 
 
 def is_same_directory(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one directory, whatever links and mounts are on the way: device and inode tell. Where
-    one is not there yet, those of the first above both that are. False for what is in a store.
-    """
+    """Whether two paths lead to one directory, through links and mounts; False for what is in a store."""
     if isinstance(one, StorePath) or isinstance(other, StorePath):
         return False
     one, other = (Path(os.path.realpath(each)) for each in (one, other))  # also links to what is not there yet

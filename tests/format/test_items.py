@@ -27,7 +27,7 @@ from mcore_ckpt.format.item import (
 )
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.state.torch_classes import torch_dtype
+from mcore_ckpt.state.shards import torch_dtype
 from tests.support.stored_layouts import encode_tensor, rewritten
 from tests.support.stored_layouts import stock_item as saved
 

@@ -76,14 +76,11 @@ def sealed(table: Items, save_id: bytes = SAVE_ID, file_bytes: int = 10**6) -> t
     """The seal of a file that holds what `table` lists, and the CRC-32 of its table."""
     tensors = {place: row for place, row in table.items() if isinstance(row, TensorRow)}
     objects = {place: key for place, key in table.items() if isinstance(key, str)}
-    dtypes = list(dict.fromkeys(row.dtype for row in tensors.values()))
-    columns = TableColumns(
-        dtypes,
+    columns = TableColumns.of(
         [row.key for row in tensors.values()],
-        array("I", [dtypes.index(row.dtype) for row in tensors.values()]),
-        array("I", [len(row.shape) for row in tensors.values()]),
-        array("q", [n for row in tensors.values() for n in (*row.shape, *row.offsets, *row.sizes)]),
-        array("q", [n for place in tensors for n in place]),
+        [row.dtype for row in tensors.values()],
+        [(row.shape, row.offsets, row.sizes) for row in tensors.values()],
+        [n for place in tensors for n in place],
         list(objects.values()),
     )
     plan = FooterPlan.of(columns)

@@ -16,7 +16,7 @@ from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.save.planner import NOTHING, collect
-from mcore_ckpt.state.torch_classes import pointer_of
+from mcore_ckpt.state.shards import pointer_of
 from tests.support.gloo_ranks import run_megatron_ranks
 from tests.support.kept_log import kept_log
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import zlib
-from array import array
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +16,9 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.format.integrity import TableColumns
+from mcore_ckpt.format.integrity import PlannedTable, RankPlan, TableColumns
 from mcore_ckpt.megatron.certificate import crc_of_shard
 from mcore_ckpt.state.plan_check import check_plans
-from mcore_ckpt.state.plans import LocalPlan
 from mcore_ckpt.state.shards import leaves
 from tests.support.stored_layouts import tilings
 from tests.support.stored_saves import shard
@@ -60,21 +57,13 @@ def _tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return bool((counts == 1).all())
 
 
-def _plan(rank: int, chunks: list[tuple[str, str, tuple[int, ...], Box]]) -> LocalPlan:
-    dtypes = list(dict.fromkeys(dtype for _, dtype, _, _ in chunks))
-    columns = TableColumns(
-        dtypes,
-        [key for key, _, _, _ in chunks],
-        array("I", [dtypes.index(dtype) for _, dtype, _, _ in chunks]),
-        array("I", [len(shape) for _, _, shape, _ in chunks]),
-        array("q", chain.from_iterable(number for _, _, *box in chunks for number in (box[0], *box[1]))),
-        array("q", [0, 1] * len(chunks)),
-        (),
-    )
-    return LocalPlan.of([(f"__{rank}_0.distcp", 0, columns)])
+def _plan(rank: int, chunks: list[tuple[str, str, tuple[int, ...], Box]]) -> RankPlan:
+    keys, dtypes = ([chunk[n] for chunk in chunks] for n in range(2))
+    columns = TableColumns.of(keys, dtypes, [(shape, *box) for _, _, shape, box in chunks])
+    return [PlannedTable(f"__{rank}_0.distcp", 0, columns)]
 
 
-def _plans(tensors: Tensors, ranks: int) -> list[LocalPlan]:
+def _plans(tensors: Tensors, ranks: int) -> list[RankPlan]:
     chunks = [(key, "float32", shape, box) for key, (shape, boxes) in tensors.items() for box in boxes]
     return [_plan(rank, chunks[rank::ranks]) for rank in range(ranks)]
 
