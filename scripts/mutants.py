@@ -129,7 +129,7 @@ MUTANTS: Final = (
         "the notes of other saves are not looked at",
         "directory/commit.py",
         "refuse_others(storage, commit.owner, found[1])",
-        "list(names)",
+        "list(found[1])",
         "directory/test_commit.py save/test_owner.py",
     ),
     Mutant(
