@@ -23,7 +23,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,7 +32,6 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -51,9 +50,8 @@ from mcore_ckpt.core.errors import (
 def without_modes() -> Iterator[None]:
     """Within the block no mode of this thread is on: a default device, fake tensors, a counter of operations."""
     modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]  # noqa: SLF001
-    is_any = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # noqa: SLF001
     try:
-        with _disable_current_modes() if is_any else nullcontext():  # which imports sympy: a second
+        with _disable_current_modes():
             yield
     finally:
         for mode in reversed(modes):
