@@ -117,6 +117,7 @@ def main(framework: str, run: str, steps: str, *fields: str) -> None:
     dist.init_process_group("gloo")
     logger = logging.getLogger("mcore_ckpt")
     logger.setLevel(logging.INFO)
+    logger.propagate = False
     logger.addHandler(logging.StreamHandler())
     die, kill_writer = values.pop("die", None), values.pop("kill_writer", None)
     if die and dist.get_rank() == 1:
