@@ -21,6 +21,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
@@ -98,14 +99,14 @@ def _die_in_saves_to(part: str) -> None:
 
 @contextmanager
 def _writer_is_killed() -> Iterator[None]:
-    """Within the block a save is scheduled, of which the writer process of this rank writes nothing before it ends."""
+    """Within the block saves are scheduled, of which the writer process of this rank writes nothing before it ends."""
     from mcore_ckpt.save.writer_process import shared_writer
 
     writer = shared_writer().pid
     assert writer is not None
     os.kill(writer, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (writer, signal.SIGKILL)).start()  # a second save waits for the first
     yield
-    os.kill(writer, signal.SIGKILL)
 
 
 def main(framework: str, run: str, steps: str, *fields: str) -> None:
