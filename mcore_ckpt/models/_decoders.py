@@ -252,7 +252,8 @@ LATENT_SETTINGS = (
     Setting("v_head_dim", "v_head_dim", size="value"),
 )
 
+BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 DECODER_RULES = rules("decoder", "layers alike", "rotary")
 SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
-DECODER = functools.partial(Family, settings=DECODER_SETTINGS, rules=DECODER_RULES, allowed=SILU)
+DECODER = functools.partial(Family, settings=DECODER_SETTINGS, rules=DECODER_RULES, allowed=SILU, derived=BUFFERS)
 """A family of decoders with rotary embedding, RMS norms and a gated MLP, but for what it says otherwise."""

@@ -32,12 +32,10 @@ from mcore_ckpt.models._decoders import (
     EMBEDDING,
     EXPERT_NORM,
     EXPERTS,
-    GATED_EXPERTS,
     INNER_OF_EXPERTS,
     LATENT_ATTENTION,
     LATENT_MLP,
     LATENT_SETTINGS,
-    QK_NORM,
     QKV_BIAS,
     ROUTED_EXPERTS,
     ROUTER_BIAS,
@@ -46,7 +44,6 @@ from mcore_ckpt.models._decoders import (
     TIED,
     as_loaded,
     epsilon,
-    gated,
     gated_experts,
     in_layer,
     predicting,
@@ -55,55 +52,13 @@ from mcore_ckpt.models._decoders import (
 )
 from mcore_ckpt.models._family_files import SUFFIX, families_in, family_in
 from mcore_ckpt.models._rules import rules
-from mcore_ckpt.models._settings import Setting, count, fused_gelu, layer_count, negated, number, setting
+from mcore_ckpt.models._settings import Setting, count, fused_gelu, layer_count, number, setting
 from mcore_ckpt.models._table import Family
 
 # --- families with one MLP in each layer
 
-_QWEN_DEFAULTS = {**DECODER_DEFAULTS, "layer_types": None, "num_key_value_heads": 32, "use_sliding_window": False}
-_BUFFERS = (r"\.rotary_emb\.inv_freq$",)
-
-LLAMA = DECODER(
-    name="llama",
-    architecture="LlamaForCausalLM",
-    rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
-    defaults=DECODER_DEFAULTS,
-    allowed={**SILU, "attention_bias": (False,), "mlp_bias": (False,)},
-    traits="RMSNorm swiglu",
-    derived=_BUFFERS,
-)
 
 _WINDOWED = (*DECODER_RULES, *rules("window"))
-
-MISTRAL = DECODER(
-    name="mistral",
-    architecture="MistralForCausalLM",
-    rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
-    defaults={**DECODER_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
-    rules=_WINDOWED,
-    traits="RMSNorm swiglu window_size",
-)
-
-QWEN2 = DECODER(
-    name="qwen2",
-    architecture="Qwen2ForCausalLM",
-    rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
-    defaults=_QWEN_DEFAULTS,
-    allowed={**SILU, "use_sliding_window": (False,)},
-    constants={"add_qkv_bias": True},
-    traits="RMSNorm swiglu add_qkv_bias",
-)
-
-QWEN3 = DECODER(
-    name="qwen3",
-    architecture="Qwen3ForCausalLM",
-    rows=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP),
-    defaults={**_QWEN_DEFAULTS, "head_dim": 128},
-    allowed={**SILU, "use_sliding_window": (False,), "attention_bias": (False,)},
-    constants={"qk_layernorm": True},
-    traits="RMSNorm swiglu qk_layernorm",
-)
-
 
 _GELU = "gelu_pytorch_tanh"
 
@@ -133,7 +88,6 @@ GEMMA = DECODER(
         "scale_embeddings_by_hidden_size": True,
     },
     traits="RMSNorm gated_linear_unit layernorm_zero_centered_gamma scale_embeddings_by_hidden_size",
-    derived=_BUFFERS,
 )
 
 
@@ -180,7 +134,6 @@ STARCODER2 = DECODER(
     rules=_WINDOWED,
     traits="LayerNorm plain add_bias_linear",
     may_have="window_size add_qkv_bias",
-    derived=_BUFFERS,
 )
 
 
@@ -259,34 +212,7 @@ GPT2 = Family(
 
 # --- families with experts
 
-_QWEN_MOE_DEFAULTS = {
-    **DECODER_DEFAULTS,
-    "decoder_sparse_step": 1,
-    "layer_types": None,
-    "mlp_only_layers": None,
-    "norm_topk_prob": False,
-    "use_sliding_window": False,
-}
-_QWEN_MOE_SETTINGS = (
-    *DECODER_SETTINGS,
-    Setting("num_experts num_local_experts", "num_experts", size="experts"),
-    INNER_OF_EXPERTS,
-    CHOSEN_EXPERTS,
-    # Weights that are not normalized are those among all experts: softmax before the choice.
-    Setting("norm_topk_prob", "moe_router_pre_softmax", negated),
-)
 _MIXTRAL_ROWS = (*EMBEDDING, *ATTENTION, *gated_experts("block_sparse_moe", "w1", "w3", "w2"))
-_QWEN2_MOE_ROWS = (
-    *EMBEDDING,
-    *ATTENTION,
-    *QKV_BIAS,
-    *DENSE_MLP,
-    *GATED_EXPERTS,
-    *gated("mlp.shared_experts.", "mlp.shared_expert.", "shared ffn", "expert layer"),
-    in_layer("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight [1, hidden]", when="expert layer"),
-)
-_QWEN3_MOE_ROWS = (*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *GATED_EXPERTS)
-
 MIXTRAL = DECODER(
     name="mixtral",
     architecture="MixtralForCausalLM",
@@ -309,36 +235,6 @@ MIXTRAL = DECODER(
     rules=_WINDOWED,
     traits="RMSNorm swiglu num_experts",
     may_have="window_size",
-)
-
-
-QWEN2_MOE = DECODER(
-    name="qwen2-moe",
-    architecture="Qwen2MoeForCausalLM",
-    rows=_QWEN2_MOE_ROWS,
-    loaded=as_loaded(_QWEN2_MOE_ROWS),
-    settings=(
-        *_QWEN_MOE_SETTINGS,
-        Setting("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", size="shared ffn"),
-    ),
-    defaults={**_QWEN_MOE_DEFAULTS, "num_experts_per_tok": 4, "num_key_value_heads": 16, "qkv_bias": True},
-    allowed={**SILU, "use_sliding_window": (False,), "qkv_bias": (True,)},
-    constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
-    rules=(*DECODER_RULES, *rules("listed dense layers")),
-    traits="RMSNorm swiglu num_experts add_qkv_bias moe_shared_expert_gate moe_shared_expert_intermediate_size",
-)
-
-QWEN3_MOE = DECODER(
-    name="qwen3-moe",
-    architecture="Qwen3MoeForCausalLM",
-    rows=_QWEN3_MOE_ROWS,
-    loaded=as_loaded(_QWEN3_MOE_ROWS),
-    settings=_QWEN_MOE_SETTINGS,
-    defaults={**_QWEN_MOE_DEFAULTS, "num_experts_per_tok": 8, "num_key_value_heads": 4},
-    allowed={**SILU, "use_sliding_window": (False,), "attention_bias": (False,)},
-    constants={"qk_layernorm": True},
-    rules=(*DECODER_RULES, *rules("listed dense layers")),
-    traits="RMSNorm swiglu num_experts qk_layernorm",
 )
 
 
@@ -474,8 +370,7 @@ DEEPSEEK_V3 = Family(
 # --- which family a model belongs to
 
 FAMILIES: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GEMMA, STARCODER2),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
+    *(GPT2, GEMMA, STARCODER2, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
     *families_in(Path(__file__).parent / "families"),
 )
 """In the order in which arguments are compared with them."""

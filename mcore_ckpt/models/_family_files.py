@@ -47,7 +47,7 @@ GROUPS: Mapping[str, _Group] = {
         name: _Group(rules=rules(name))
         for name in (
             *("rotary", "partly rotary", "layers without positions", "window", "first dense layers"),
-            "multi-token prediction",
+            *("listed dense layers", "multi-token prediction"),
         )
     },
 }
@@ -146,6 +146,7 @@ def _family(table: Any, where: str) -> Family:
         constants=found.get("constants", {}),
         traits=found.get("traits", ""),
         may_have=found.get("may_have", ""),
+        derived=decoders.BUFFERS,
     )
 
 
