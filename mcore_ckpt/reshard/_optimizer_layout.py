@@ -47,7 +47,7 @@ _OLD_MAIN_PARAMETER = "fp32_param"
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertedOptimizer:
+class Rewritten:
     """Tensors of a target, stored objects that stay, new objects; `common.pt`, if the common state is that file."""
 
     tensors: dict[str, TensorView]
@@ -55,9 +55,10 @@ class ConvertedOptimizer:
     objects: dict[str, bytes] = field(default_factory=dict)
     common: bytes | None = None
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
-def convert_optimizer(payloads: StoredPayloads, common: Mapping[str, Any]) -> ConvertedOptimizer | None:
+def convert_optimizer(payloads: StoredPayloads, common: Mapping[str, Any]) -> Rewritten | None:
     """Plan the conversion to `fully_reshardable`; None if that is the layout. Raises `OptionError` and `LoadError`."""
     index = payloads.index
     kind = optimizer_layout(index, common)
@@ -79,7 +80,7 @@ def convert_optimizer(payloads: StoredPayloads, common: Mapping[str, Any]) -> Co
 # --- from stretches of flattened parameters
 
 
-def _from_stretches(index: CheckpointIndex, common: Mapping[str, Any]) -> ConvertedOptimizer:
+def _from_stretches(index: CheckpointIndex, common: Mapping[str, Any]) -> Rewritten:
     views: dict[str, TensorView] = {}
     changed = 0
     for key, entry in index.tensors.items():
@@ -98,7 +99,7 @@ def _from_stretches(index: CheckpointIndex, common: Mapping[str, Any]) -> Conver
     objects, content = _with_layout(index, common, {})
     kept = tuple(key for key in index.objects if key not in objects)
     note = f"optimizer: {changed} flattened tensors become tensors of their parameters' shapes ({FULLY_RESHARDABLE})"
-    return ConvertedOptimizer(views, kept, objects, content, (note,))
+    return Rewritten(views, kept, objects, content, (note,))
 
 
 def _unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorView:
@@ -125,7 +126,7 @@ _Buffers = dict[tuple[str, int], dict[int, dict[str, list[str]]]]
 """Buffers by prefix of their keys and group of ranks, then by number: by state, the keys of the buckets in order."""
 
 
-def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> ConvertedOptimizer:
+def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> Rewritten:
     index = payloads.index
     found = _from_tables(index, common)
     shapes, sources = _from_model(payloads, common) if found is None else found
@@ -139,7 +140,7 @@ def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> Conver
         f"optimizer: {count} flat buckets become {len(sources)} tensors of the parameters' shapes ({FULLY_RESHARDABLE})"
     )
     how = "the order of parameters is that of the model that megatron-core builds from the stored arguments"
-    return ConvertedOptimizer(views, kept, objects, common_file, (note,) if found is not None else (note, how))
+    return Rewritten(views, kept, objects, common_file, (note,) if found is not None else (note, how))
 
 
 _Sources = tuple[dict[str, tuple[int, ...]], dict[str, list[Part]]]

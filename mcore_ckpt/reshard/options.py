@@ -127,6 +127,8 @@ def _parsed(text: str, where: str, parse: Callable[[list[str]], _Rule], expected
 
 FULLY_RESHARDABLE: Final = "fully_reshardable"
 """The layout that an optimizer's state can be given."""
+GPT_TO_HYBRID: Final = "gpt-to-hybrid"
+HYBRID_TO_GPT: Final = "hybrid-to-gpt"
 
 # By the field's name. Sizes are called as in Megatron's `tools/checkpoint/convert.py`.
 _ALIASES: Final = {
@@ -216,6 +218,11 @@ class ReshardOptions(ConversionOptions):
         None,
         "give the optimizer's state this layout, which loads under any division of the model",
         choices=(FULLY_RESHARDABLE,),
+    )
+    convert_model: str | None = option(
+        None,
+        "make a GPTModel a HybridModel, or back, as Megatron-LM's gpt_hybrid_conversion",
+        choices=(GPT_TO_HYBRID, HYBRID_TO_GPT),
     )
 
     def normal(self) -> dict[str, Any]:

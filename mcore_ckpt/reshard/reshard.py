@@ -32,7 +32,7 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.load.checks import check_file
-from mcore_ckpt.reshard._optimizer_layout import convert_optimizer
+from mcore_ckpt.reshard._optimizer_layout import Rewritten, convert_optimizer
 from mcore_ckpt.reshard.conversion import (
     Conversion,
     ConversionReport,
@@ -43,6 +43,7 @@ from mcore_ckpt.reshard.conversion import (
     in_dtype,
     replaced_error,
 )
+from mcore_ckpt.reshard.hybrid import in_other_model
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import ReshardPlan, TargetLayout, make_plan
@@ -82,7 +83,7 @@ def reshard_checkpoint(
         dry_run: write nothing; the report has a row for each tensor.
         progress: show bars; None: if standard error is a terminal.
         options: fields of `ReshardOptions`, such as `tp=4, pp=2`; `mcore-ckpt reshard --help` says what each does. With
-            `optimizer_layout="fully_reshardable"` alone the parallel layout stays.
+            `optimizer_layout` or `convert_model` alone the parallel layout stays.
 
     Raises:
         OptionError: it cannot be done as asked; nothing has been written.
@@ -137,21 +138,25 @@ class Derived:
 def plan_reshard(directory: Path, options: ReshardOptions) -> Conversion:
     """Decide everything, by indexes, the common state, and a few elements, if the optimizer's layout is changed."""
     with opened(directory) as source:
-        layout = target_layout(options, source, stays=options.optimizer_layout is not None)
+        stays = options.optimizer_layout is not None or options.convert_model is not None
+        layout = target_layout(options, source, stays=stays)
         return reshard_conversion(source, layout, options, _in_other_layout(source, options))
 
 
 def _in_other_layout(source: Opened, options: ReshardOptions) -> Derived:
-    if options.optimizer_layout is None:
+    if options.optimizer_layout is None and options.convert_model is None:
         return Derived(payloads=source.payloads)
-    if options.drop_optimizer:
-        raise OptionError("the optimizer's state can be left out or change its layout, not both")
+    if options.optimizer_layout is not None and (options.drop_optimizer or options.convert_model is not None):
+        raise OptionError("--optimizer-layout, and --drop-optimizer or --convert-model: not both in one command")
     check_tiled(source.index, source.index.tensors)
-    converted = convert_optimizer(source.payloads, source.common)
-    if converted is None:
+    if options.convert_model is not None:
+        made: Rewritten | None = in_other_model(source.index, source.common, options)
+    else:
+        made = convert_optimizer(source.payloads, source.common)
+    if made is None:
         return Derived(payloads=source.payloads)
-    views = ViewPayloads(source.payloads, converted.tensors, converted.objects, converted.kept_objects)
-    return Derived(payloads=views, common=converted.common, notes=converted.notes)
+    views = ViewPayloads(source.payloads, made.tensors, made.objects, made.kept_objects)
+    return Derived(payloads=views, common=made.common, notes=made.notes, left_out=made.left_out)
 
 
 def reshard_conversion(source: Opened, layout: TargetLayout, options: ReshardOptions, derived: Derived) -> Conversion:
@@ -217,7 +222,7 @@ def _plan(
             _refuse_fixed_optimizer(source, common, layout)
     arguments = arguments_of(common)
     # Chunks of a view are not those of ranks; those of the source are.
-    stored = {key: source.tensors[key] for key in keys if not is_optimizer_key(key)}
+    stored = {key: source.tensors.get(key, index.tensors[key]) for key in keys if not is_optimizer_key(key)}
     ranks = replace(index, tensors={**index.tensors, **stored})
     partitioner = Partitioner(ranks, rules=options.rules, arguments=arguments)
     return make_plan(

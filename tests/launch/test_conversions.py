@@ -6,6 +6,10 @@ Launches resume from what was converted with losses that are equal to the last b
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,11 @@ from mcore_ckpt.models.conversions import (
 from mcore_ckpt.models.logits import check_logits
 from mcore_ckpt.tools.diff import diff_checkpoints
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.launch.pretrain import launch, megatron_lm, tracked_iteration
+from tests.launch.pretrain import ARGUMENTS, SITE, launch, megatron_lm, tracked_iteration
 from tests.launch.variants import ASYNC
 from tests.models import test_table as table
 from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, tokens
+from tests.support.model_like import assert_same, read_all
 from tests.support.models import megatron_version
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -224,6 +229,63 @@ def test_an_imported_optimizer_goes_on_as_if_it_had_never_stopped(launches: Path
             load = ["--load", str(place / f"{name}-imported"), *more]
             on = launch(side, 2, [*arguments, *load], place / f"{name}-{side}")  # type: ignore[arg-type]
             assert on.losses == later, (name, side)
+
+
+_HYBRID = ["--hybrid-layer-pattern", "*-*-*-*-", "--spec", "hybrid_stack", "hybrid_stack_spec"]
+
+
+def test_a_gpt_job_goes_on_as_a_hybrid_model_and_back(launches: Path) -> None:
+    """With its optimizer, under the division of the save as if nothing had been; the tensors are those that Megatron's
+    own tool makes."""
+    place, script = launches / "hybrid", megatron_lm() / "pretrain_hybrid.py"
+    if not script.exists():
+        pytest.skip("this Megatron-LM has no HybridModel")
+    arguments = [*_ARGUMENTS.split(), "--position-embedding-type", "rope", "--save-interval", "1"]
+    job = [*ARGUMENTS, *arguments, *_HYBRID]
+    saved = ["--save", str(place / "gpt")]
+    gpt = launch("ours", 2, [*arguments, _TP, "2", *saved], place / "run")
+
+    def later(iteration: int) -> dict[int, float]:
+        return {number: loss for number, loss in gpt.losses.items() if number > iteration}
+
+    source, made = place / "gpt" / "iter_0000003", place / "made" / "iter_0000003"
+    mcore_ckpt.reshard_checkpoint(source, made, convert_model="gpt-to-hybrid")
+    loading = ["--load", str(place / "made"), "--save", str(place / "hybrid")]
+    on = launch("ours", 2, [*job, _TP, "2", *loading], place / "on", tree=script)
+    assert on.losses == later(3)
+
+    saved_there = place / "hybrid" / "iter_0000004"
+    mcore_ckpt.reshard_checkpoint(saved_there, place / "pp2" / "iter_0000004", tp=1, pp=2)
+    loading = ["--load", str(place / "pp2")]
+    divided = launch("stock", 2, [*job, _PP, "2", *loading], place / "on-pp2", tree=script)
+    assert divided.losses == pytest.approx(later(4), rel=2e-6)  # added in another order
+
+    mcore_ckpt.reshard_checkpoint(saved_there, place / "back" / "iter_0000004", convert_model="hybrid-to-gpt")
+    back = launch("stock", 2, [*arguments, _TP, "2", "--load", str(place / "back")], place / "on-back")
+    assert back.losses == later(4)
+
+    model = place / "model" / "iter_0000003"
+    mcore_ckpt.reshard_checkpoint(made, model, tp=1, pp=2, drop_optimizer=True)
+    _convert_by_megatron("hybrid-to-gpt", model.parent, place / "numbered")
+    _convert_by_megatron("gpt-to-hybrid", place / "numbered", place / "by-megatron")
+    torch.save({}, place / "numbered" / model.name / "common.pt")  # which that tool leaves out
+    ours = place / "by-us" / model.name
+    mcore_ckpt.reshard_checkpoint(place / "numbered" / model.name, ours, tp=2, convert_model="gpt-to-hybrid")
+    for other in (place / "by-megatron" / model.name, model):
+        assert_same(read_all(ours), read_all(other))
+    mcore_ckpt.reshard_checkpoint(model, place / "gpt-by-us", tp=2, convert_model="hybrid-to-gpt")
+    stacked = read_all(place / "gpt-by-us")
+    for key, tensor in read_all(place / "numbered" / model.name).items():
+        found = re.fullmatch(r"(.*layers\.)(\d+)\.(.*)", key)
+        assert torch.equal(tensor, stacked[found[1] + found[3]][int(found[2])] if found else stacked[key]), key
+
+
+def _convert_by_megatron(direction: str, source: Path, target: Path) -> None:
+    tool = megatron_lm() / "tools" / "checkpoint" / "gpt_hybrid_conversion.py"
+    places = ["--load-dir", str(source), "--save-dir", str(target)]
+    command = [sys.executable, str(tool), "--direction", direction, *places, *_HYBRID[:2]]
+    path = f"{SITE}:{megatron_lm()}:{os.environ.get('MEGATRON_LM_PATH', '')}"
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path}, timeout=200)
 
 
 _JOB = (

@@ -10,6 +10,8 @@ from __future__ import annotations
 import operator
 import sys
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -25,7 +27,8 @@ from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
 from tests.support.gloo_ranks import run_stock_ranks as run_ranks
-from tests.support.model_like import assert_same
+from tests.support.model_like import assert_same, read_all
+from tests.support.models import megatron_version
 
 pytestmark = pytest.mark.timeout(300)
 HIDDEN = 64
@@ -40,8 +43,8 @@ class Shard(NamedTuple):
     is_main: bool
 
 
-def _hybrid(megatron: _Megatron) -> Any:
-    """This rank's part of a hybrid: Mamba, MLP, attention, Mamba. Layers are Megatron's own."""
+def _hybrid(megatron: _Megatron, layers: str) -> Any:
+    """This rank's part of a hybrid, of the same number of layers on each stage. Layers are Megatron's own."""
     for name in ("triton", "triton.language"):
         sys.modules.setdefault(name, MagicMock())
     from megatron.core import parallel_state
@@ -66,9 +69,10 @@ def _hybrid(megatron: _Megatron) -> Any:
     block.TENorm = WrappedTorchNorm  # behind the last layer
     linear = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     dense = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
-    attention = {"input_layernorm": dense.input_layernorm, "self_attention": dense.self_attention}
-    mlp = {"pre_mlp_layernorm": dense.pre_mlp_layernorm, "mlp": dense.mlp}
-    layers = submodules(
+    names = {"sharded_state_dict_keys_map": dense.sharded_state_dict_keys_map}
+    attention = {"input_layernorm": dense.input_layernorm, "self_attention": dense.self_attention, **names}
+    mlp = {"pre_mlp_layernorm": dense.pre_mlp_layernorm, "mlp": dense.mlp, **names}
+    specs = submodules(
         mamba_layer=ModuleSpec(
             MambaLayer,
             submodules=MambaLayerSubmodules(
@@ -78,56 +82,101 @@ def _hybrid(megatron: _Megatron) -> Any:
         attention_layer=ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**attention)),
         mlp_layer=ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(**mlp)),
     )
-    config = megatron.config(
-        num_layers=4,
-        sequence_parallel=False,  # which torch's norms have not
-        mamba_state_dim=16,
-        mamba_head_dim=8,
-        mamba_num_groups=4,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        is_hybrid_model=True,
-        pipeline_dtype=torch.float32,
-    )
+    stages = megatron.sizes.get(_PP, 1)
+    if pattern == "hybrid_layer_pattern" and stages > 1:
+        step = len(layers) // stages
+        layers = "|".join(layers[at : at + step] for at in range(0, len(layers), step))
     return MambaModel(
-        config,
-        ModuleSpec(stack, submodules=layers),
+        megatron.config(num_layers=4, is_hybrid_model=True, **_DENSE),
+        ModuleSpec(stack, submodules=specs),
         128,
         32,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         pg_collection=megatron.groups(),
-        **{pattern: "M-*M" if pattern == "hybrid_override_pattern" or megatron.sizes.get(_PP, 1) == 1 else "M-|*M"},
+        **{pattern: layers},
     )
 
 
+def _gpt(megatron: _Megatron) -> Any:
+    """The layers of the hybrid `*-*-` as those of GPTModel, on one stage."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(megatron.config(num_layers=2, **_DENSE), spec, 128, 32, position_embedding_type="none")
+
+
+def _gated_delta_net(megatron: _Megatron) -> Any:
+    """One layer with Megatron's own linear layers and norm."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    return GatedDeltaNet(
+        megatron.config(linear_key_head_dim=8, linear_value_head_dim=16, **heads, **_DENSE),
+        GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear),
+        layer_number=1,
+        pg_collection=megatron.groups(),
+    )
+
+
+_DENSE = {
+    "sequence_parallel": False,  # which torch's norms have not
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 4,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "pipeline_dtype": torch.float32,
+}
+_BUILDERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "hybrid": (partial(_hybrid, layers="M-*M"), ""),
+    "hybrid without Mamba": (partial(_hybrid, layers="*-*-"), ""),
+    "gpt": (_gpt, ""),
+    "gated delta net": (_gated_delta_net, "decoder.layers.0.self_attention."),
+}
+"""By name how a model is built, and the prefix of its keys."""
 _PP = "pipeline_model_parallel_size"
 
 
-def save_hybrid(rank: int, directory: Path) -> None:
-    """At TP 2."""
+def save(rank: int, name: str, sizes: dict[str, int], directory: Path) -> None:
+    """A model of random weights."""
     from megatron.core import dist_checkpointing
 
-    model = _hybrid(_start(tensor_model_parallel_size=2))
+    build, prefix = _BUILDERS[name]
+    model = build(_start(**sizes))
     generator = torch.Generator().manual_seed(rank)
     with torch.no_grad():
         for parameter in model.parameters():
             if getattr(parameter, "tensor_model_parallel", False):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    dist_checkpointing.save(model.sharded_state_dict(), str(directory))
+    dist_checkpointing.save(model.sharded_state_dict(prefix), str(directory))
 
 
-def load_hybrid(rank: int, directories: list[Path]) -> list[dict[str, torch.Tensor]]:
-    """What Megatron loads of each, at TP 1 x PP 2, by the names of this rank's modules."""
+def load(
+    rank: int, name: str, sizes: dict[str, int], directories: list[Path], again: Path | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """What Megatron loads of each, by the names of this rank's modules; the last one is saved `again`."""
     from megatron.core import dist_checkpointing
 
     found = []
-    model = _hybrid(_start(tensor_model_parallel_size=1, pipeline_model_parallel_size=2))
+    build, prefix = _BUILDERS[name]
+    model = build(_start(**sizes))
     for directory in directories:
-        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(directory)))
+        asked = model.sharded_state_dict(prefix)
+        if name == "hybrid without Mamba" and directory.name == "gpt":
+            from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
+
+            interop.retarget_sharded_state_dict_to_gpt_checkpoint(asked, interop.gpt_compatible_layer_maps("*-*-"))
+        loaded = dist_checkpointing.load(asked, str(directory))
+        model.load_state_dict({key.removeprefix(prefix): value for key, value in loaded.items()})
         found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    if again is not None:
+        dist_checkpointing.save(model.sharded_state_dict(prefix), str(again))
     return found
 
 
@@ -177,7 +226,7 @@ def shards_of_experts(rank: int, tensor: int, expert: int, expert_tensor: int) -
             add_bias_linear=False,
         )
         spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=grouped)
-        layer = build_module(spec, config=config)
+        layer = spec(config=config) if isinstance(spec, partial) else build_module(spec, config=config)
         if hasattr(layer, "set_layer_number"):
             layer.set_layer_number(1)
         found += _shards(layer.sharded_state_dict(f"decoder.layers.{number}.mlp."))
@@ -215,6 +264,9 @@ def _start(**sizes: int) -> _Megatron:
             "mamba_split_conv1d_scan_combined": _kernel,
         },
         "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": _kernel},
+        "fla.modules.convolution": {"causal_conv1d": _kernel},
+        "fla.modules.l2norm": {"l2norm": _kernel},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _kernel},
     }
     for name, contents in names.items():
         parts = name.split(".")
@@ -288,17 +340,49 @@ def test_mamba() -> None:
     assert any(shard.box.sizes != shard.shape for shard in shards)
 
 
+_TP = "tensor_model_parallel_size"
+
+
 @pytest.mark.long
-def test_a_hybrid_saved_at_tp_2_loads_at_pp_2_as_resharded_by_megatron_itself(tmp_path: Path) -> None:
-    (tmp_path / "tp2").mkdir()
-    run_ranks(save_hybrid, 2, tmp_path / "tp2", deadline_s=200)
-    reshard_checkpoint(tmp_path / "tp2", tmp_path / "pp2", tp=1, pp=2)
-    made = read_index(tmp_path / "pp2")
-    assert all(len(entry.chunks) == 1 for key, entry in made.tensors.items() if ".linear_fc1." not in key)
-    assert data_file_rank(made.tensors["decoder.layers.3.mixer.in_proj.weight.dt"].chunks[0].item.file) == 1
-    for of_megatron, of_ours in run_ranks(load_hybrid, 2, [tmp_path / "tp2", tmp_path / "pp2"], deadline_s=200):
-        assert any("mixer.in_proj" in name for name in of_ours)
+@pytest.mark.parametrize(
+    ("name", "saved", "tp", "pp", "cut"),
+    [
+        ("hybrid", 2, 1, 2, "decoder.layers.3.mixer.in_proj.weight.dt"),
+        ("gated delta net", 2, 1, 1, "decoder.layers.0.self_attention.in_proj.weight.alpha"),
+        ("gated delta net", 1, 2, 1, "decoder.layers.0.self_attention.conv1d.weight.value"),
+    ],
+)
+def test_layers_are_loaded_as_resharded_by_megatron_itself(
+    tmp_path: Path, name: str, saved: int, tp: int, pp: int, cut: str
+) -> None:
+    (tmp_path / "saved").mkdir()
+    run_ranks(save, saved, name, {_TP: saved}, tmp_path / "saved", deadline_s=200)
+    reshard_checkpoint(tmp_path / "saved", tmp_path / "made", tp=tp, pp=pp)
+    made = read_index(tmp_path / "made")
+    assert all(len(entry.chunks) in (1, tp) for key, entry in made.tensors.items() if ".linear_fc1." not in key)
+    ranks = sorted(data_file_rank(chunk.item.file) or 0 for chunk in made.tensors[cut].chunks)
+    assert ranks == ([*range(tp)] if tp > 1 else [pp - 1])
+    both = [tmp_path / "saved", tmp_path / "made"]
+    for of_megatron, of_ours in run_ranks(load, tp * pp, name, {_TP: tp, _PP: pp}, both, deadline_s=200):
+        assert any(".in_proj" in f".{parameter}" for parameter in of_ours)
         assert_same(of_ours, of_megatron)
+
+
+@pytest.mark.long
+def test_a_hybrid_model_loads_and_saves_what_was_a_gpt_model(tmp_path: Path) -> None:
+    """As Megatron's own translation at a load has it, where there is one."""
+    for directory in ("gpt", "again"):
+        (tmp_path / directory).mkdir()
+    run_ranks(save, 2, "gpt", {_TP: 2}, tmp_path / "gpt", deadline_s=200)
+    reshard_checkpoint(tmp_path / "gpt", tmp_path / "made", tp=1, pp=2, convert_model="gpt-to-hybrid")
+    places = [tmp_path / name for name in ("gpt", "made") if name == "made" or megatron_version() >= (0, 19)]
+    sizes, again = {_TP: 1, _PP: 2}, tmp_path / "again"
+    for found in run_ranks(load, 2, "hybrid without Mamba", sizes, places, again, deadline_s=200):
+        assert found[-1]
+        assert_same(found[0], found[-1])
+    reshard_checkpoint(again, tmp_path / "back", tp=2, convert_model="hybrid-to-gpt")
+    assert_same(read_all(tmp_path / "back"), read_all(tmp_path / "gpt"))
+    assert read_index(tmp_path / "back").objects.keys() == read_index(tmp_path / "gpt").objects.keys()
 
 
 def test_experts_with_tensor_parallel_ranks_of_their_own() -> None:

@@ -33,6 +33,7 @@ from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.reshard import conversion, plan
 from mcore_ckpt.reshard.options import PartitionRule, parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
+from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.local_files import contents, flip
@@ -537,3 +538,108 @@ class TestChunksInEachOthersPlace:
         report = reshard_checkpoint(fingerprinted, tmp_path / "t", tp=tp, pp=1)
         assert report.verified
         assert read_index(tmp_path / "t").fingerprints == read_index(fingerprinted).fingerprints
+
+
+# --- HybridModel
+
+
+def as_hybrid(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A GPTModel's tensors under the names of a HybridModel with the layers `*-*-`."""
+
+    def renamed(found: re.Match[str]) -> str:
+        return f"layers.{2 * int(found[1]) + (found[2] == 'mlp')}.{found[2]}"
+
+    names = {key: re.sub(r"layers\.(\d+)\.(mlp|self_attention)", renamed, key) for key in tensors}
+    return {names[key].replace("final_layernorm", "final_norm"): tensor for key, tensor in tensors.items()}
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With a tensor for all layers, as GPTModel has them."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        found.setdefault(re.sub(r"layers\.\d+\.", "layers.", key), []).append(tensor)
+    return {key: torch.stack(all_of) if ".layers." in key else all_of[0] for key, all_of in found.items()}
+
+
+def test_a_gpt_model_becomes_a_hybrid_model_and_back(tmp_path: Path) -> None:
+    names = {"hybrid_layer_pattern": None, "hybrid_override_pattern": None, "spec": None, "swiglu": True}
+    write_model(tmp_path / "gpt", arguments={"num_layers": LAYERS, "tensor_model_parallel_size": 2, **names})
+    conversions = {
+        "hybrid": ("gpt", "gpt-to-hybrid", {"tp": 4, "pp": 2}, as_hybrid(model_tensors()), (4, "*-*-")),
+        "back": ("hybrid", "hybrid-to-gpt", {}, stacked(model_tensors()), (2, None)),
+        "again": ("back", "gpt-to-hybrid", {"tp": 1}, as_hybrid(model_tensors()), (4, "*-*-")),
+    }
+    for name, (source, direction, sizes, expected, arguments) in conversions.items():
+        report = reshard_checkpoint(tmp_path / source, tmp_path / name, convert_model=direction, **sizes)
+        assert_same(read_all(tmp_path / name), expected)
+        assert verify_checkpoint(tmp_path / name).whole
+        with open_checkpoint(tmp_path / name) as checkpoint:
+            told = checkpoint.common_state()["args"]
+            assert ("output_layer._extra_state/shard_0_1" in checkpoint.objects) is (name != "back")
+        assert (told.num_layers, told.hybrid_layer_pattern, told.hybrid_override_pattern) == (*arguments, None)
+        assert any("--hybrid-layer-pattern '*-*-'" in note for note in report.notes) is (name != "back")
+    second = grid(read_index(tmp_path / "hybrid"), "decoder.layers.3.mlp.linear_fc1.weight")
+    assert second == [((32 * half + 8 * rank, 0), (8, 16), 4 + rank) for half in range(2) for rank in range(4)]
+
+
+def test_experts_and_layers_of_mamba(tmp_path: Path) -> None:
+    """Experts come along with their objects, Mamba's layers do not; the optimizer's state is left out."""
+    tensors = {"embedding.word_embeddings.weight": torch.randn(8, 4)}
+    objects: dict[str, Any] = {"common_state/shard_0_1": [{"iteration": 7}]}
+    for layer, kind in enumerate("M*EM*E"):
+        names = {"M": "mixer.A_log", "*": "self_attention.linear_proj.weight", "E": "mlp.router.weight"}
+        tensors[f"decoder.layers.{layer}.{names[kind]}"] = torch.randn(4, 4)
+        tensors[f"optimizer.state.exp_avg.decoder.layers.{layer}.{names[kind]}"] = torch.randn(4, 4)
+        if kind == "E":
+            experts = f"decoder.layers.{layer}.mlp.experts.experts.linear_fc2"
+            tensors[f"{experts}.weight"] = torch.randn(2, 4, 4)
+            objects |= {f"{experts}._extra_state/shard_{n}_2": [layer, n] for n in range(2)}
+            objects[f"decoder.layers.{layer}.pre_mlp_layernorm._extra_state/shard_0_1"] = [layer]
+    write_checkpoint(tmp_path / "hybrid", {key: whole(tensor) for key, tensor in tensors.items()}, objects)
+    (tmp_path / "hybrid" / "metadata.json").write_bytes(encode_config())
+    options = {"tp": 1, "pp": 1, "ep": 2, "convert_model": "hybrid-to-gpt"}
+    with pytest.raises(OptionError, match="no optimizer state for Mamba's layers; give --drop-optimizer"):
+        reshard_checkpoint(tmp_path / "hybrid", tmp_path / "gpt", **options)
+    report = reshard_checkpoint(tmp_path / "hybrid", tmp_path / "gpt", drop_optimizer=True, **options)
+    assert report.left_out == ("Mamba's layers (2 items), which GPTModel has not",)
+    left = {key: value for key, value in tensors.items() if "optimizer" not in key and "mixer" not in key}
+    assert_same(read_all(tmp_path / "gpt"), stacked(left))
+    with open_checkpoint(tmp_path / "gpt") as checkpoint:
+        experts = "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_"
+        found = {key: checkpoint.objects[key] for key in checkpoint.objects}
+        assert {found[f"{experts}{at}.{n}_2.2"][1] for at in range(2) for n in range(2)} == {0, 1}
+        assert found["decoder.layers.pre_mlp_layernorm._extra_state/shard_1_2"] == [5]
+        assert len(found) == 7
+    report = reshard_checkpoint(tmp_path / "gpt", tmp_path / "hybrid2", tp=1, convert_model="gpt-to-hybrid")
+    assert any("'*E*E'" in note for note in report.notes)
+    places = {"1": "0", "2": "1", "4": "2", "5": "3"}
+    assert_same(
+        read_all(tmp_path / "hybrid2"),
+        {re.sub(r"(?<=layers\.)\d", lambda found: places[found[0]], key): value for key, value in left.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("direction", "more", "what"),
+    [
+        ("hybrid-to-gpt", [], r"the layers are \*- \*-; hybrid-to-gpt expects \*, -, E or M"),
+        (
+            "gpt-to-hybrid",
+            ["decoder.layers.0.cross_attention.linear_q.weight"],
+            "cross_attention.* is nothing that both",
+        ),
+        ("gpt-to-hybrid", ["mtp.layers.0.mlp.linear_fc1.weight"], r"mtp\.layers.* is nothing that both models have"),
+        ("gpt-to-hybrid", ["decoder.layers.2.mlp.linear_fc2.weight"], r"the layers are \*- \*- -;"),
+        ("gpt-to-hybrid", ["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.param"], "--optimizer-layout"),
+        ("gpt-to-hybrid", ["decoder.final_norm.weight"], "two stored names would become one"),
+        ("sideways", [], "expected one of gpt-to-hybrid, hybrid-to-gpt"),
+    ],
+)
+def test_what_has_no_place_in_the_other_model_is_refused(
+    tmp_path: Path, direction: Any, more: list[str], what: str
+) -> None:
+    tensors = model_tensors(optimizer=False) | {key: torch.ones(4, 4) for key in more}
+    write_model(tmp_path / "c", tensors=tensors)
+    with pytest.raises(OptionError, match=what):
+        reshard_checkpoint(tmp_path / "c", tmp_path / "t", tp=1, convert_model=direction)
+    assert not (tmp_path / "t").exists()
