@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.console import human_bytes, logger_of
-from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
-from mcore_ckpt.core.options import SaveOptions, checkpoint_path, local_path
+from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.options import PARTIAL, SaveOptions, checkpoint_path, local_path
 from mcore_ckpt.core.process import exit_text, lower_priority
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
 from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
@@ -41,6 +41,7 @@ from mcore_ckpt.format.metadata_read import (
     CONFIG_FILE,
     DRAIN_FILE,
     EXPORTS_FILE,
+    HF_INDEX,
     METADATA_FILE,
     TRACKER_FILE,
 )
@@ -423,8 +424,27 @@ def _answer_of(module: str, page_fd: int, *arguments: str | int | None) -> dict[
 
 
 def _export(tasks: _Newest, page_fd: int) -> None:
+    seen: set[str] = set()
     while (task := tasks.get()) is not None:
         _export_model(page_fd, **task)
+        if task["run"] not in seen:
+            seen.add(task["run"])
+            for name in _begun_exports(task):
+                _export_model(page_fd, **{**task, "name": name})
+
+
+def _begun_exports(task: dict[str, Any]) -> list[str]:
+    """Checkpoints whose export an earlier job has begun, and not finished; they may have been removed since."""
+    try:
+        place = checkpoint_path(task["export_to"])
+        folders = storage_at(place).folders()
+        begun = [n for n in folders if n.endswith(PARTIAL) or not storage_at(place / n).exists(HF_INDEX)]
+        return sorted({name for n in begun if iteration_of(name := n.removesuffix(PARTIAL)) is not None})
+    except CheckpointNotFoundError:  # nothing has been exported yet
+        return []
+    except CheckpointError as error:
+        _say(logging.WARNING, f"{task['run']}: cannot tell which exports are not finished: {error}")
+        return []
 
 
 def _export_model(page_fd: int, run: str, name: str, export_to: str, hf_config: str | None) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -25,6 +26,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, store_url
 from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
+from mcore_ckpt.reshard import target_directory
 from mcore_ckpt.save import staging, upkeep
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.runs import list_run
@@ -226,6 +228,22 @@ def test_neither_models_nor_copies_go_into_the_run_itself(run: Path) -> None:
         with pytest.raises(OptionError, match=r"(export|drain)_to='.*': lies in the run itself"):
             mcore_ckpt.FileSystemWriterAsync(run / "iter_0000004", options=options)
         mcore_ckpt.FileSystemWriterAsync(run / "any name", options=options)  # of which neither is made
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "removed meanwhile"])
+def test_an_export_that_was_interrupted_is_finished_behind_the_newest(
+    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(target_directory, "_appear", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            mcore_ckpt.export_checkpoint(run / "iter_0000001", tmp_path / "models/iter_0000001", to="hf")
+    if not is_there:
+        shutil.rmtree(run / "iter_0000001")
+    said = _export_all(run, "iter_0000002", export_to=str(tmp_path / "models"), export_config=str(model))
+    exported = [text.partition(": exported")[0][-12:] for text in said if ": exported to" in text]
+    assert exported == ["iter_0000002", "iter_0000001"][: 1 + is_there]
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {*exported}
 
 
 def test_a_model_that_cannot_be_exported_is_one_warning_at_its_save(run: Path, tmp_path: Path) -> None:
