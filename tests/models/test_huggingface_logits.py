@@ -28,11 +28,14 @@ from tests.support.hf_models import (
     SMALL,
     HfCase,
     fsdp_to_megatron,
+    further_logits,
     hf_logits,
     keys_of,
     load_and_run,
     make_hf_model,
     save_and_run,
+    the_transformers,
+    tokens,
     weights,
 )
 from tests.support.model_like import assert_same
@@ -263,6 +266,56 @@ def test_models_that_fsdp2_has_sharded_compute_the_same(models: Path, tmp_path: 
     assert found.keys() == jobs.keys()
     for name, logits in found.items():
         assert_close(logits, hf_logits(models / name / "hf", VOCABULARY), name)
+
+
+def with_further_layer(case: HfCase, directory: Path) -> torch.Tensor:
+    """Save a model whose last layer predicts the token behind the next one; its logits, as DeepSeek-V3's report has it:
+    `shared_head.norm(layer(eh_proj([enorm(embedding of the next token), hnorm(hidden state)])))`.
+    """
+    from safetensors.torch import save_file
+
+    make_hf_model(case, directory)
+    tensors, config = weights(directory), json.loads((directory / "config.json").read_text())
+    model = the_transformers().AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    norms = {name: 1 + 0.1 * torch.randn(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    project = 0.2 * torch.randn(hidden, 2 * hidden)
+    embedding = tensors["model.embed_tokens.weight"]
+    own = {**norms, "eh_proj": project, "embed_tokens": embedding, "shared_head.head": tensors["lm_head.weight"]}
+    tensors |= {f"model.layers.{last}.{name}.weight": tensor.clone() for name, tensor in own.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+
+    def normed(name: str, given: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(given, (hidden,), norms[name], config["rms_norm_eps"])
+
+    ids, decoder = tokens(VOCABULARY), model.model
+    layer = decoder.layers[last]
+    with torch.no_grad():
+        model.config.num_hidden_layers, decoder.layers = last, decoder.layers[:last]
+        states = decoder(ids, use_cache=False).last_hidden_state
+        model.config.num_hidden_layers, decoder.layers = 1, torch.nn.ModuleList([layer])
+        decoder.norm.weight.copy_(norms["shared_head.norm"])
+        joined = torch.cat((normed("enorm", embedding[ids.roll(-1, 1)]), normed("hnorm", states)), -1)
+        logits: torch.Tensor = model(inputs_embeds=joined @ project.T, use_cache=False).logits
+    return logits
+
+
+@long
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_a_layer_that_predicts_further_tokens_computes_what_it_ought_to(name: str, tmp_path: Path) -> None:
+    """All but the last token, behind which there is none."""
+    case = CASE_BY_NAME[name]
+    case = HfCase(case.name, case.config, {**case.settings, "num_hidden_layers": 3})
+    expected = with_further_layer(case, tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "c", kind="hf", tp=2, transformer_impl="local")
+    (logits,) = run_ranks(further_logits, 1, tmp_path / "c", VOCABULARY, deadline_s=DEADLINE_S)
+    assert_close(logits[:, :-1], expected[:, :-1], name)
+    export_checkpoint(tmp_path / "c", tmp_path / "back", to="hf")
+    assert_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
 
 
 @long
