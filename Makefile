@@ -78,7 +78,7 @@ test-bridge: $(INSTALLED)  ## the real Megatron-Bridge 0.6.2 on two ranks; with 
 FRAMEWORKS := verl ms-swift torchtitan skyrl nvrx
 PIP_ARGS_nvrx := --only-binary ':all:' --platform manylinux_2_39_x86_64
 
-test-frameworks: $(FRAMEWORKS:%=$(VENV)/frameworks/%/installed.stamp)  ## the checkpoint code of verl, ms-swift and torchtitan, with VENV=.venv312 PYTHON=python3.12 SkyRL's, too, on two ranks: 15 minutes
+test-frameworks: $(FRAMEWORKS:%=$(VENV)/frameworks/%/installed.stamp)  ## the checkpoint code of verl, ms-swift and torchtitan, with VENV=.venv312 PYTHON=python3.12 SkyRL's, too, on two ranks: 25 minutes
 	FRAMEWORKS_PATH=$(abspath $(VENV)/frameworks) $(BIN)/python -m pytest -m frameworks $(ARGS) tests/frameworks
 
 $(VENV)/frameworks/%/installed.stamp: tests/frameworks/%.txt $(INSTALLED)
