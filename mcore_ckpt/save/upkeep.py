@@ -151,7 +151,6 @@ class _UpkeepProcess:
 
     def __init__(self) -> None:
         self.page = StatusPage()
-        self.owner_pid = os.getpid()
         self._process = start_interpreter(
             __name__,
             os.getpid(),
@@ -227,6 +226,14 @@ def _log(line: bytes) -> None:
 _started: list[_UpkeepProcess] = []
 
 
+def _disown() -> None:
+    for process in _started:
+        process._process.returncode = 0  # a fork of the trainer has nothing to wait for
+
+
+os.register_at_fork(after_in_child=_disown)
+
+
 def _ask(task: dict[str, Any]) -> None:
     try:
         if not _started or _started[-1].dead:
@@ -239,7 +246,7 @@ def _ask(task: dict[str, Any]) -> None:
 @contextmanager
 def training_waits() -> Iterator[None]:
     """Training waits for a save: other work writes nothing meanwhile."""
-    pages = [process.page for process in _started if process.owner_pid == os.getpid()]  # not in a fork of it
+    pages = [process.page for process in _started if not process.dead]
     for page in pages:
         page.training_waits = True
     try:
