@@ -151,7 +151,7 @@ class _UpkeepProcess:
 
     def __init__(self) -> None:
         self.page = StatusPage()
-        self._process = start_interpreter(
+        self.process = start_interpreter(
             __name__,
             os.getpid(),
             TRAINING_FIRST_NICE,
@@ -162,21 +162,21 @@ class _UpkeepProcess:
             stderr=subprocess.STDOUT,
             bufsize=0,
         )
-        self.pid = self._process.pid
-        assert self._process.stdin is not None
-        self._tasks = self._process.stdin
+        self.pid = self.process.pid
+        assert self.process.stdin is not None
+        self._tasks = self.process.stdin
         os.set_blocking(self._tasks.fileno(), False)
         self._reader = threading.Thread(target=self._log_lines, name="mcore-ckpt-upkeep", daemon=True)
         try:
             self._reader.start()
         except RuntimeError:  # at the interpreter's end
-            self._process.kill()
+            self.process.kill()
             raise
 
     @property
     def dead(self) -> bool:
         """The process has ended, or is that of a trainer that has forked this one."""
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     def send(self, task: dict[str, Any] | None) -> None:
         """A few hundred bytes, which a pipe takes at once; one that is full tells that the process hangs. None: end.
@@ -201,11 +201,11 @@ class _UpkeepProcess:
                 )
                 self._reader.join(_SAY_EVERY_S)
         except BaseException:
-            self._process.kill()
+            self.process.kill()
             raise
 
     def _log_lines(self) -> None:
-        with self._process as process:
+        with self.process as process:
             assert process.stdout is not None
             for line in process.stdout:
                 _log(line)
@@ -228,7 +228,7 @@ _started: list[_UpkeepProcess] = []
 
 def _disown() -> None:
     for process in _started:
-        process._process.returncode = 0  # a fork of the trainer has nothing to wait for
+        process.process.returncode = 0  # a fork of the trainer has nothing to wait for
 
 
 os.register_at_fork(after_in_child=_disown)
