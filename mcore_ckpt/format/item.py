@@ -211,11 +211,11 @@ class ArchiveLayout:
 
     def crc_positions(self) -> Iterator[tuple[int, int]]:
         """Where the CRC-32 of each storage stands in the file: in its descriptor, and in the directory."""
-        at = self._end_at + len(_CONSTANT_RECORDS) + len(_central_entry(*self._pickle, 0))
+        at = self._end_at + len(_CONSTANT_RECORDS) + DIRECTORY_ENTRY.size + len(_PICKLE_NAME)
         entries = self._entries([0] * len(self._storage_bytes))
-        for frame, offset, entry in zip(self.frames, self.offsets, entries, strict=True):
+        for frame, offset in zip(self.frames, self.offsets, strict=True):
             yield offset + len(frame.head) + frame.payload_bytes + _DESCRIPTOR_CRC, at + _CENTRAL_CRC
-            at += len(entry)
+            at += len(next(entries))
 
     def _entries(self, crcs: Sequence[int]) -> Iterator[bytes]:
         """The directory's entries of the storages."""
@@ -255,7 +255,7 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
     (frame,) = layout.frames
     alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
     head, tail = layout.begin + frame.head, frame.tail_with(0) + layout.end((0,))
-    (positions,) = layout.crc_positions()
+    positions = next(layout.crc_positions())
     crc_positions = tuple(position - len(head) - payload_bytes for position in positions)
     item_bytes = len(head) + payload_bytes + len(tail)
     return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment, item_bytes)

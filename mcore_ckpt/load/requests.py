@@ -427,11 +427,17 @@ class SmallChunks:
     ) -> tuple[int, int, torch.dtype, int] | None:
         place = None
         if form.shape == shape and len(offsets) == len(sizes) == len(form.shape):
-            lookup = self._lookups.get(id(form))
-            if lookup is None:
-                boxes = list(map(_NumberedBox, form.offsets, form.sizes, count()))
-                lookup = self._lookups[id(form)] = ChunkLookup(boxes)
-            chunk, dtype = lookup.only(Box(offsets, sizes)), torch_dtype(form.dtype)
+            chunk: _NumberedBox | None
+            if len(form.sizes) == 1:
+                only = _NumberedBox(form.offsets[0], form.sizes[0], 0)
+                chunk = only if only[:2] == (offsets, sizes) else None
+            else:
+                lookup = self._lookups.get(id(form))
+                if lookup is None:
+                    boxes = list(map(_NumberedBox, form.offsets, form.sizes, count()))
+                    lookup = self._lookups[id(form)] = ChunkLookup(boxes)
+                chunk = lookup.only(Box(offsets, sizes))
+            dtype = torch_dtype(form.dtype)
             with suppress(ValueError):  # this package writes no such items
                 template, number = tensor_template(form.dtype, sizes), len(self.kinds)
                 item_bytes, payload_bytes = template.item_bytes, template.payload_bytes
