@@ -50,7 +50,7 @@ from mcore_ckpt.models._decoders import (
     row,
     with_bias,
 )
-from mcore_ckpt.models._family_files import SUFFIX, families_in, family_in
+from mcore_ckpt.models._family_files import SUFFIX, families_in, family_in, lacking_parser
 from mcore_ckpt.models._rules import rules
 from mcore_ckpt.models._settings import Setting, count, fused_gelu, layer_count, number, setting
 from mcore_ckpt.models._table import Family
@@ -418,7 +418,7 @@ def family_of_config(config: Mapping[str, Any], where: str, name: str = "auto") 
     known = ", ".join(family.model_type for family in FAMILIES)
     raise OptionError(
         f"{where}: model_type {kind!r:.80} is not known here; expected one of {known}, or a table "
-        f"of its own (--arch FILE{SUFFIX}; docs/huggingface.md)"
+        f"of its own (--arch FILE{SUFFIX}; docs/huggingface.md){lacking_parser()}"
     )
 
 
@@ -432,5 +432,5 @@ def family_of_arguments(arguments: Mapping[str, Any], where: str, name: str = "a
             return family
     raise OptionError(
         f"{where}: its stored arguments are those of no family known here; name one (--arch) or give the model's "
-        "config.json (--hf-config)"
+        f"config.json (--hf-config){lacking_parser()}"
     )

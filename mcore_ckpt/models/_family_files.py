@@ -80,6 +80,12 @@ def families_in(directory: Path) -> Iterator[Family]:
             yield family_in(path)
 
 
+def lacking_parser() -> str:
+    """Words for a message about families that are not known, where nothing reads TOML."""
+    name = _parser()
+    return "" if importlib.util.find_spec(name) else f"; those of tables need {name}, which is not installed"
+
+
 def _parser() -> str:
     return "tomllib" if sys.version_info >= (3, 11) else "tomli"
 

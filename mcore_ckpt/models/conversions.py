@@ -106,11 +106,11 @@ def main(parent_pid: int, page_fd: int, source: str, target: str, hf_config: str
     """
     work_for_trainer(parent_pid, page_fd)
     options: dict[str, Any] = {"to": "hf", "hf_config": hf_config, "workers": 1}
-    answer: dict[str, Any] = {"nbytes": 0, "is_gone": False}
+    answer: dict[str, Any] = {"nbytes": 0, "is_gone": False, "is_removed": False}
     try:
         if not storage_at(source).exists(METADATA_FILE):
-            remove_begun(checkpoint_path(target), checkpoint_path(source))
             answer["is_gone"] = True
+            answer["is_removed"] = remove_begun(checkpoint_path(target), checkpoint_path(source))
         else:
             try:
                 report = export_checkpoint(source, target, **options)

@@ -67,7 +67,8 @@ def in_other_model(index: CheckpointIndex, common: Mapping[str, Any], options: R
             "makes in a command of its own, or --drop-optimizer. Nothing was written"
         )
     arguments, is_hybrid = arguments_of(common), options.convert_model == GPT_TO_HYBRID
-    members = [member for key in keys for member in _members(index, key)]
+    prefix = prefix_of(map(model_key, index.tensors)) or ""
+    members = [member for key in keys for member in _members(index, key, prefix)]
     layers = _kinds(members)
     form, expected = _FORMS[options.convert_model or ""]
     if not form.fullmatch("".join(f"{kinds} " for kinds in layers)):
@@ -106,8 +107,8 @@ def in_other_model(index: CheckpointIndex, common: Mapping[str, Any], options: R
     return Rewritten(tensors, same, contents, common_file, notes=tuple(notes), left_out=left_out)
 
 
-def _members(index: CheckpointIndex, fqn: str) -> Iterator[_Member]:
-    """What a key holds of each layer."""
+def _members(index: CheckpointIndex, fqn: str, prefix: str) -> Iterator[_Member]:
+    """What a key holds of each layer of the decoder behind `prefix`."""
     entry, shard = index.tensors.get(fqn), parse_object_key(fqn)
     stored = fqn if entry is not None or shard is None else shard.key
     name = model_key(stored)
@@ -116,7 +117,7 @@ def _members(index: CheckpointIndex, fqn: str) -> Iterator[_Member]:
         return
     kind = next((kind for kind, names in _KINDS.items() if names.match(layer.rest)), None)
     known = shard is not None if entry is None else all(entry.shape or (0,))
-    if kind is None or not layer.before.endswith("decoder.layers.") or not known:
+    if kind is None or layer.before != f"{prefix}decoder.layers." or not known:
         raise OptionError(f"{index.path}: {fqn} is nothing that both models have in a layer. Nothing was written")
     before, number = stored.removesuffix(name) + layer.before, layer.number
     if entry is not None and number is not None:
@@ -178,7 +179,11 @@ def _with_layers(state: dict[Any, Any], pattern: str, *, is_hybrid: bool) -> dic
     if not isinstance(given, Namespace):
         return state
     layers = len(pattern) if is_hybrid else pattern.count("*")
-    values = {"num_layers": layers, "is_hybrid_model": is_hybrid, "spec": None, **dict.fromkeys(_PATTERNS)}
+    values: dict[str, Any] = {"num_layers": layers, "is_hybrid_model": is_hybrid, "spec": None}
+    values |= dict.fromkeys(_PATTERNS)
+    experts = [int(kind == "E") for kind in pattern if kind in "-E"]
+    if not is_hybrid and 0 < sum(experts) < len(experts):
+        values["moe_layer_freq"] = experts
     if is_hybrid:
         values[_PATTERNS[not hasattr(given, _PATTERNS[0])]] = pattern
     known = {name: value for name, value in values.items() if hasattr(given, name)}

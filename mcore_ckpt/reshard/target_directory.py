@@ -220,8 +220,8 @@ def _begun(target: Path) -> Iterator[FileJournal | None]:
         yield journal
 
 
-def remove_begun(target: Path, source: Path) -> None:
-    """Remove what an interrupted run has made of a target whose source is gone. Raises `SaveError`."""
+def remove_begun(target: Path, source: Path) -> bool:
+    """Remove what an interrupted run has made of a target whose source is gone; whether it has. Raises `SaveError`."""
     storage = storage_at(target)
     if storage.is_store:
         commit = Commit.begin(storage, {_NOTED: []})
@@ -229,7 +229,7 @@ def remove_begun(target: Path, source: Path) -> None:
             _clear(target, commit)
         finally:
             commit.give_up()
-        return
+        return True
     with _begun(target) as journal:
         if journal is not None and _by_name(journal.fingerprint).get("source", "").startswith(
             f"{storage_at(source).location}, "
@@ -238,6 +238,8 @@ def remove_begun(target: Path, source: Path) -> None:
             for path in _other_journals(journal.path.with_suffix("")):
                 path.unlink(missing_ok=True)
             journal.remove()
+            return True
+    return False
 
 
 def _by_name(fingerprint: str) -> dict[str, Any]:

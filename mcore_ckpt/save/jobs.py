@@ -199,18 +199,18 @@ class StatusPage:
         return self._numbers[self._STAMP] / 1e9
 
     @property
-    def training_waits(self) -> bool:
-        """Whether training waits for a save: other work leaves the disk to it."""
-        return bool(self._numbers[self._WAITS])
+    def training_waits(self) -> int:
+        """For how many saves training waits: other work leaves the disk to them."""
+        return self._numbers[self._WAITS]
 
     @training_waits.setter
-    def training_waits(self, waits: bool) -> None:
-        self._numbers[self._WAITS] = waits
+    def training_waits(self, saves: int) -> None:
+        self._numbers[self._WAITS] = saves
 
     def has_to_wait(self) -> bool:
         """Asked by other work. Counted: a look that found that training waits."""
         self._numbers[self._AWAITED] += self.training_waits
-        return self.training_waits
+        return self.training_waits > 0
 
     @property
     def turns_awaited(self) -> int:

@@ -54,6 +54,7 @@ _logger = logger_of(__name__)
 
 # How often a trainer that ends says what it waits for.
 _SAY_EVERY_S: Final = 30.0
+_LOOK_EVERY_S: Final = 1.0
 # So long a second tier may take to say which directory it is.
 _ASK_WITHIN_S: Final = 5.0
 
@@ -189,17 +190,25 @@ class _UpkeepProcess:
 
     def finish(self) -> None:
         """Let it end what it is doing, and wait for that; what is interrupted here, the next run resumes."""
-        began_s = time.monotonic()
-        with suppress(OSError, ValueError):  # it has just ended
-            self.send(None)
+        began_s = said_s = time.monotonic()
+        is_told = False
+        self.page.training_waits = 0  # a thread that still saves cannot end any more
         try:
-            self._reader.join(_SAY_EVERY_S)
-            while self._reader.is_alive():
-                _logger.warning(
-                    "waiting for old checkpoints to be removed and new ones to be copied or exported: %.0f s",
-                    time.monotonic() - began_s,
-                )
-                self._reader.join(_SAY_EVERY_S)
+            while not self.dead:
+                if not is_told:
+                    with suppress(OSError, ValueError):  # the pipe is full, or it has just ended
+                        self.send(None)
+                        is_told = True
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(_LOOK_EVERY_S)
+                if time.monotonic() - said_s >= _SAY_EVERY_S:
+                    said_s = time.monotonic()
+                    waited_s = said_s - began_s
+                    _logger.warning(
+                        "waiting for old checkpoints to be removed and new ones to be copied or exported: %.0f s",
+                        waited_s,
+                    )
+            self._reader.join(_LOOK_EVERY_S)  # longer only if a fork of the trainer holds the pipe open
         except BaseException:
             self.process.kill()
             raise
@@ -224,9 +233,12 @@ def _log(line: bytes) -> None:
 
 # The upkeep process of this process, if one was started; one that has died is replaced.
 _started: list[_UpkeepProcess] = []
+_lock = threading.Lock()  # of that list, and of what pages count
 
 
 def _disown() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread of the trainer may have held it
     for process in _started:
         process.process.returncode = 0  # a fork of the trainer has nothing to wait for
 
@@ -236,9 +248,10 @@ os.register_at_fork(after_in_child=_disown)
 
 def _ask(task: dict[str, Any]) -> None:
     try:
-        if not _started or _started[-1].dead:
-            _started[:] = [_UpkeepProcess()]
-        _started[-1].send(task)
+        with _lock:
+            if not _started or _started[-1].dead:
+                _started[:] = [_UpkeepProcess()]
+            _started[-1].send(task)
     except Exception as error:  # noqa: BLE001  (the checkpoint is published: nothing here may make the save fail)
         _logger.warning("%s: the process that looks after this run cannot be started: %s", task["run"], error)
 
@@ -246,14 +259,16 @@ def _ask(task: dict[str, Any]) -> None:
 @contextmanager
 def training_waits() -> Iterator[None]:
     """Training waits for a save: other work writes nothing meanwhile."""
-    pages = [process.page for process in _started if not process.dead]
-    for page in pages:
-        page.training_waits = True
+    with _lock:
+        pages = [process.page for process in _started if not process.dead]
+        for page in pages:
+            page.training_waits += 1
     try:
         yield
     finally:
-        for page in pages:
-            page.training_waits = False
+        with _lock:
+            for page in pages:
+                page.training_waits -= 1
 
 
 @atexit.register
@@ -467,6 +482,8 @@ def _export_model(page_fd: int, run: str, name: str, export_to: str, hf_config: 
     seconds = time.monotonic() - started_s
     text = f"exported to {target}, {human_bytes(said['nbytes'])} in {seconds:.1f} s"
     if said["is_gone"]:
+        if not said["is_removed"]:
+            return  # another's
         text = f"was removed before its model was exported; what was begun of that at {target} is removed, too"
     _say(logging.INFO, f"{source}: {text}")
 

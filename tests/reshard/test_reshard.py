@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -580,6 +582,24 @@ def test_a_gpt_model_becomes_a_hybrid_model_and_back(tmp_path: Path) -> None:
         assert any("--hybrid-layer-pattern '*-*-'" in note for note in report.notes) is (name != "back")
     second = grid(read_index(tmp_path / "hybrid"), "decoder.layers.3.mlp.linear_fc1.weight")
     assert second == [((32 * half + 8 * rank, 0), (8, 16), 4 + rank) for half in range(2) for rank in range(4)]
+
+
+def test_mixed_layers_are_told_and_one_of_two_decoders_is_none(tmp_path: Path) -> None:
+    arguments = {"num_layers": 4, "moe_layer_freq": 1, "hybrid_layer_pattern": "*-*E"}
+    tensors = {"embedding.word_embeddings.weight": torch.randn(8, 4)}
+    names = {"*": "self_attention.linear_proj.weight", "-": "mlp.linear_fc2.weight", "E": "mlp.router.weight"}
+    tensors |= {f"decoder.layers.{n}.{names[kind]}": torch.randn(4, 4) for n, kind in enumerate("*-*E")}
+    objects = {"common_state/shard_0_1": [{"args": Namespace(**arguments)}]}
+    for name in ("hybrid", "two"):
+        write_checkpoint(tmp_path / name, {key: whole(tensor) for key, tensor in tensors.items()}, objects)
+        (tmp_path / name / "metadata.json").write_bytes(encode_config())
+        tensors["vision_model.decoder.layers.0.mlp.linear_fc2.weight"] = torch.randn(4, 4)
+    convert = partial(reshard_checkpoint, tp=1, pp=1, ep=1, convert_model="hybrid-to-gpt")
+    convert(tmp_path / "hybrid", tmp_path / "gpt")
+    with open_checkpoint(tmp_path / "gpt") as checkpoint:
+        assert checkpoint.common_state()["args"].moe_layer_freq == [0, 1]
+    with pytest.raises(OptionError, match=r"vision_model.*is nothing that both models have"):
+        convert(tmp_path / "two", tmp_path / "gpt2")
 
 
 def test_experts_and_layers_of_mamba(tmp_path: Path) -> None:

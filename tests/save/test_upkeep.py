@@ -9,6 +9,9 @@ import os
 import re
 import shutil
 import signal
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +31,7 @@ from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.reshard import target_directory
 from mcore_ckpt.save import staging, upkeep
+from mcore_ckpt.save.jobs import start_interpreter
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.runs import list_run
 from tests.models.test_huggingface import model_tensors, write_hf
@@ -281,3 +285,56 @@ def test_an_export_writes_nothing_while_training_waits_for_a_save(
         dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
     upkeep._finish()
     assert (models / "iter_0000003/model.safetensors").exists()
+
+
+def test_threads_have_one_process_and_each_counts_its_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[bool] = []
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        started.append(True)
+        time.sleep(0.2)  # for the other thread to come here, too
+        return start_interpreter(*arguments, **options)
+
+    monkeypatch.setattr(upkeep, "start_interpreter", start)
+    publish = partial(upkeep.checkpoint_published, run / "iter_0000003", SaveOptions(keep_last=9))
+    threads = [threading.Thread(target=publish) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (work,) = upkeep._started
+    assert len(started) == 1
+    with upkeep.training_waits():
+        with upkeep.training_waits():
+            assert work.page.has_to_wait()
+        assert work.page.has_to_wait()
+    assert not work.page.has_to_wait()
+    upkeep._finish()
+    assert work.dead
+
+
+def test_a_trainer_ends_with_the_process_though_a_fork_holds_its_pipe(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that forks while the process is started gives the fork what the process writes to."""
+    held, log_lines = threading.Event(), upkeep._UpkeepProcess._log_lines
+
+    def see_no_end(process: Any) -> None:
+        held.wait()
+        log_lines(process)
+
+    monkeypatch.setattr(upkeep._UpkeepProcess, "_log_lines", see_no_end)
+    upkeep.checkpoint_published(run / "iter_0000003", SaveOptions(keep_last=9))
+    upkeep._finish()
+    (work,) = upkeep._started
+    held.set()
+    assert work.dead
+
+
+def test_what_another_run_has_begun_is_left_without_a_word(model: Path, run: Path, tmp_path: Path) -> None:
+    others = tmp_path / "models/iter_0000009.partial/model.safetensors"
+    others.parent.mkdir(parents=True)
+    others.touch()
+    said = _export_all(run, "iter_0000002", export_to=str(tmp_path / "models"), export_config=str(model))
+    assert not any("iter_0000009" in text for text in said)
+    assert others.exists()
