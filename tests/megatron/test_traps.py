@@ -24,7 +24,7 @@ from mcore_ckpt import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from tests.megatron.trap_ranks import check, installed, names, state
-from tests.support.gloo_ranks import MEGATRON, made, run_ranks, standing_ranks
+from tests.support.gloo_ranks import MEGATRON, made, run_pretending_ranks, standing_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -317,7 +317,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["forked caller", "persistent caller"])
 def test_a_stock_queue_runs_our_requests(persistent: bool, tmp_path: Path) -> None:
-    for log in run_ranks(_in_a_stock_queue, 2, tmp_path, persistent, deadline_s=200):
+    for log in run_pretending_ranks(_in_a_stock_queue, 2, tmp_path, persistent, deadline_s=200):
         assert log["finalized"] == [0, 1]
         (refused,) = log["refused"]
         assert "rank 1 of 2" in refused
