@@ -28,11 +28,9 @@ def _part(text: str) -> Part:
     return Part(key, tuple(tuple(sizes) if len(sizes) > 1 else sizes[0] for sizes in axes))
 
 
-def in_layer(
-    megatron: str, *parts: str, how: str = "same", when: str = "", engine: str | None = None, there: str = _THERE
-) -> Row:
-    """A row of each layer; keys begin in the layer. `there` is what Hugging Face calls a layer."""
-    keys = [there + part for part in parts]
+def in_layer(megatron: str, *parts: str, how: str = "same", when: str = "", engine: str | None = None) -> Row:
+    """A row of each layer; keys begin in the layer."""
+    keys = [_THERE + part for part in parts]
     return row(_HERE + megatron, *keys, how=how, when=when, engine=None if engine is None else _HERE + engine)
 
 
@@ -71,24 +69,12 @@ QK_NORM = (
 )
 
 
-def gated(megatron: str, there: str, size: str, when: str, *names: str) -> tuple[Row, ...]:
-    """A gated MLP of inner `size`; keys on both sides begin so, and `names` are those of gate, up and down."""
-    gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
-    halves = f"{there}{gate}.weight [{size}, hidden]", f"{there}{up}.weight [{size}, hidden]"
+def gated(megatron: str, there: str, size: str, when: str) -> tuple[Row, ...]:
+    """A gated MLP of inner `size`; keys on both sides begin so."""
+    halves = f"{there}gate_proj.weight [{size}, hidden]", f"{there}up_proj.weight [{size}, hidden]"
     return (
         in_layer(f"{megatron}linear_fc1.weight", *halves, how="halves", when=when),
-        in_layer(f"{megatron}linear_fc2.weight", f"{there}{down}.weight [hidden, {size}]", when=when),
-    )
-
-
-def with_bias(
-    megatron: str, there: str, shape: str, bias: str, how: str = "same", layer: str = _THERE
-) -> tuple[Row, ...]:
-    """A layer or a norm: its weight of a shape, and its bias, which is as it is also where weights are transposed."""
-    how_bias = how.replace("transposed", "").strip() or "same"
-    return (
-        in_layer(f"{megatron}weight", f"{there}.weight [{shape}]", how=how, there=layer),
-        in_layer(f"{megatron}bias", f"{there}.bias [{bias}]", how=how_bias, there=layer),
+        in_layer(f"{megatron}linear_fc2.weight", f"{there}down_proj.weight [hidden, {size}]", when=when),
     )
 
 
@@ -104,15 +90,6 @@ EXPERT_NORM = in_layer(
     engine="pre_mlp_layernorm.weight",
 )
 """Megatron's own layers name the norm before experts as that of a dense MLP; Transformer Engine's cannot fuse it."""
-
-
-def gated_experts(block: str, *names: str) -> tuple[Row, ...]:
-    """The router, and gated experts; `block` is their module's name in a layer, `names` those of an expert's layers."""
-    return (
-        EXPERT_NORM,
-        in_layer("mlp.router.weight", f"{block}.gate.weight [experts, hidden]", when="expert layer"),
-        *gated(EXPERTS, f"{block}.experts.{{expert}}.", "expert ffn", "expert layer", *names),
-    )
 
 
 def predicting(rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -137,11 +114,17 @@ def predicting(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     )
 
 
-def as_loaded(rows: tuple[Row, ...], block: str = "mlp") -> tuple[Row, ...]:
-    """The rows of a model with gated experts as `transformers` 5 holds it; `block`: what files call its `mlp`."""
+def as_loaded(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows of a model as `transformers` 5 holds it: gated experts of a layer in two tensors, in its `mlp`. None
+    where files have no tensor for each expert.
+    """
+    keys = [part.key for one in rows for part in one.parts if "{expert}" in part.key]
+    if not keys:
+        return ()
+    block = keys[0].partition("experts.")[0]
     return (
         *(
-            replace(one, parts=tuple(replace(part, key=part.key.replace(f".{block}.", ".mlp.")) for part in one.parts))
+            replace(one, parts=tuple(replace(part, key=part.key.replace(block, f"{_THERE}mlp.")) for part in one.parts))
             for one in rows
             if "{expert}" not in one.megatron
         ),
@@ -174,15 +157,12 @@ SIZES = (
 )
 
 
-def epsilon(name: str) -> tuple[Setting, ...]:
-    """What norms add to the variance, which versions of Megatron call differently."""
-    return (
-        Setting(name, "layernorm_epsilon norm_epsilon", number, 1e-5),
-        Setting(name, "norm_epsilon layernorm_epsilon", number, 1e-5),
-    )
-
-
-DECODER_SETTINGS = (*SIZES, *epsilon("rms_norm_eps"))
+# What norms add to the variance, which versions of Megatron call differently.
+EPSILON = (
+    Setting("rms_norm_eps", "layernorm_epsilon norm_epsilon", number, 1e-5),
+    Setting("rms_norm_eps", "norm_epsilon layernorm_epsilon", number, 1e-5),
+)
+DECODER_SETTINGS = (*SIZES, *EPSILON)
 
 DECODER_DEFAULTS: Mapping[str, Any] = {
     "attention_bias": False,
@@ -197,7 +177,11 @@ DECODER_DEFAULTS: Mapping[str, Any] = {
 """What `transformers` takes for settings that a `config.json` leaves out; a family has others for some."""
 
 
-GATED_EXPERTS = gated_experts("mlp")
+GATED_EXPERTS = (
+    EXPERT_NORM,
+    in_layer("mlp.router.weight", "mlp.gate.weight [experts, hidden]", when="expert layer"),
+    *gated(EXPERTS, "mlp.experts.{expert}.", "expert ffn", "expert layer"),
+)
 CHOSEN_EXPERTS = Setting("num_experts_per_tok", "moe_router_topk")
 INNER_OF_EXPERTS = Setting("moe_intermediate_size", "moe_ffn_hidden_size ffn_hidden_size", size="expert ffn")
 ROUTED_EXPERTS = Setting("n_routed_experts num_local_experts", "num_experts", size="experts")

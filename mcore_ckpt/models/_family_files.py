@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models import _decoders as decoders
 from mcore_ckpt.models._rules import RULES, rules
-from mcore_ckpt.models._settings import Setting, count, flag, if_any, layer_count, negated, number
+from mcore_ckpt.models._settings import Setting, count, flag, fused_gelu, if_any, layer_count, negated, number
 from mcore_ckpt.models._table import TRANSFORMS, Family, Row, Rule
 
 SUFFIX: Final = ".toml"
@@ -25,15 +25,19 @@ _MAX_BYTES = 1024**2
 
 
 class _Group(NamedTuple):
-    """Rows, settings and rules that go together."""
+    """Rows, settings and rules that go together; `defaults` of a decoder, whose activation is SiLU unless said."""
 
     rows: tuple[Row, ...] = ()
     settings: tuple[Setting, ...] = ()
     rules: tuple[Rule, ...] = ()
+    defaults: Mapping[str, Any] = {}
 
 
 GROUPS: Mapping[str, _Group] = {
-    "decoder": _Group((), decoders.DECODER_SETTINGS, rules("decoder", "layers alike")),
+    "decoder": _Group((), decoders.DECODER_SETTINGS, rules("decoder", "layers alike"), decoders.DECODER_DEFAULTS),
+    "sizes": _Group((), decoders.SIZES),
+    "rms norm": _Group((), decoders.EPSILON),
+    "decoder layers": _Group((), (), rules("decoder"), decoders.DECODER_DEFAULTS),
     "embedding": _Group(decoders.EMBEDDING),
     "attention": _Group(decoders.ATTENTION),
     "latent attention": _Group(decoders.LATENT_ATTENTION, decoders.LATENT_SETTINGS, rules("latent attention")),
@@ -46,12 +50,18 @@ GROUPS: Mapping[str, _Group] = {
     **{
         name: _Group(rules=rules(name))
         for name in (
-            *("rotary", "partly rotary", "layers without positions", "window", "first dense layers"),
-            *("listed dense layers", "multi-token prediction"),
+            *("rotary", "partly rotary", "yarn", "layers without positions", "window", "window of some layers"),
+            *("heads", "layers alike", "first dense layers", "listed dense layers", "multi-token prediction"),
         )
     },
 }
 """What a file names in `groups`. What depends on others stands behind them."""
+
+
+def _inner_of_gpt2(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """The inner size of the MLP: four times the hidden size, where nothing is said."""
+    return count(config, name, 4 * count(config, "n_embd" if "n_embd" in config else "hidden_size"))
+
 
 KINDS: Mapping[str, Any] = {
     "count": count,
@@ -60,9 +70,11 @@ KINDS: Mapping[str, Any] = {
     "flag": flag,
     "not": negated,
     "count or none": if_any,
+    "count or four times n_embd": _inner_of_gpt2,
+    **{f"fused {kind}": fused_gelu(kind) for kind in ("gelu_new", "gelu_pytorch_tanh")},
 }
 _TYPES: Mapping[str, type] = {
-    **dict.fromkeys("groups tensors settings parts".split(), list),
+    **dict.fromkeys("groups tensors settings parts derived".split(), list),
     **dict.fromkeys("defaults allowed constants".split(), dict),
     "default": object,
 }
@@ -108,11 +120,12 @@ def family_in(path: Path) -> Family:
 
 
 def _family(table: Any, where: str) -> Family:
-    optional = "traits may_have tensors settings defaults allowed constants"
+    optional = "traits may_have tensors settings defaults allowed constants derived optional_prefix"
     found = _fields(table, "name architecture groups", optional, where)
     rows: dict[str, list[Row]] = {}
     settings: list[Setting] = []
     applied: list[Rule] = []
+    defaults: dict[str, Any] = {}
     for given in found["groups"]:
         one = {"group": given} if isinstance(given, str) else given
         one = _fields(one, "group", "when", f"{where}: groups")
@@ -122,23 +135,24 @@ def _family(table: Any, where: str) -> Family:
             rows.setdefault(row.megatron, []).append(replace(row, when=when))
         settings += group.settings
         applied += group.rules
+        defaults |= group.defaults
     own = [_row(row, f"{where}: tensors[{number}]") for number, row in enumerate(found.get("tensors", ()))]
     for row in own:  # in the place of the groups' row, if there is one
         rows[row.megatron] = [other for other in own if other.megatron == row.megatron]
     settings += [_setting(row, f"{where}: settings[{number}]") for number, row in enumerate(found.get("settings", ()))]
     everything = tuple(row for several in rows.values() for row in several)
-    loaded = decoders.as_loaded(everything) if any("{expert}" in name for name in rows) else ()
+    loaded = decoders.as_loaded(everything)
     if RULES["multi-token prediction"] in applied:
         everything = decoders.predicting(everything)
-    defaults = {**decoders.DECODER_DEFAULTS, **found.get("defaults", {})}
+    allowed = {**(decoders.SILU if defaults else {}), **found.get("allowed", {})}
     _check(everything, settings, where)
     sizes, given = {row.size for row in settings}, {row.megatron.split()[0] for row in settings}
     if RULES["shared experts"] in applied and not sizes & {"shared ffn", "expert ffn"}:
         raise OptionError(f"{where}: groups: shared experts need a setting with the size 'expert ffn' or 'shared ffn'")
     if both := sorted(given & found.get("constants", {}).keys()):
         raise OptionError(f"{where}: constants.{both[0]}: a setting gives it, too")
-    for name, values in found.get("allowed", {}).items():
-        if not isinstance(values, list) or not values:
+    for name, values in allowed.items():
+        if not isinstance(values, list | tuple) or not values:
             raise OptionError(f"{where}: allowed.{name}: expected a list of values, the usual one first")
     return Family(
         name=found["name"],
@@ -147,12 +161,13 @@ def _family(table: Any, where: str) -> Family:
         loaded=loaded,
         settings=tuple(settings),
         rules=tuple(applied),
-        defaults=defaults,
-        allowed={**decoders.SILU, **{name: tuple(values) for name, values in found.get("allowed", {}).items()}},
+        defaults={**defaults, **found.get("defaults", {})},
+        allowed={name: tuple(values) for name, values in allowed.items()},
         constants=found.get("constants", {}),
         traits=found.get("traits", ""),
         may_have=found.get("may_have", ""),
-        derived=decoders.BUFFERS,
+        derived=(*decoders.BUFFERS, *found.get("derived", ())),
+        optional_prefix=found.get("optional_prefix", ""),
     )
 
 
@@ -213,6 +228,8 @@ def _check(rows: tuple[Row, ...], settings: list[Setting], where: str) -> None:
         raise OptionError(f"{where}: no setting has the size {', '.join(missing)}")
     if unknown := sorted({word for row in rows for word in row.when} - sizes - _LAYERS):
         raise OptionError(f"{where}: when = {unknown[0]!r:.80}: no setting has this as its size, and no layer is so")
-    given = [row.megatron.split()[0] for row in settings]
-    if twice := sorted({name for name in given if given.count(name) > 1}):
-        raise OptionError(f"{where}: two settings give {twice[0]}")
+    read: dict[str, Setting] = {}
+    for row in settings:
+        first = read.setdefault(row.megatron.split()[0], row)
+        if first[2:] != row[2:] or (row.size and first is not row):  # two kinds of dropout may be one of Megatron's
+            raise OptionError(f"{where}: two settings give {row.megatron.split()[0]}")
