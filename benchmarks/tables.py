@@ -50,38 +50,38 @@ class _Row(NamedTuple):
 
 
 _ROWS: Final = (
-    _Row("dense", "save s", "large tensors: save", True),
-    _Row("dense", "cold s", "large tensors: load, cold", True),
-    _Row("dense", "second s", "large tensors: load, second", True),
-    _Row("dense", "warm s", "large tensors: load, warm", True),
-    _Row("4 to 2", "cold s", "4 ranks' files into 2 ranks, cold", True),
-    _Row("4 to 2", "second s", "4 ranks' files into 2 ranks, second"),
-    _Row("4 to 1", "cold s", "4 ranks' files into 1 rank, cold", True),
-    _Row("4 to 1", "second s", "4 ranks' files into 1 rank, second"),
-    _Row("a fifth", "cold s", "a fifth of the tensors of 4 ranks' files into 1 rank, cold"),
-    _Row("a fifth", "second s", "a fifth of the tensors of 4 ranks' files into 1 rank, second"),
-    _Row("slices", "cold s", "slices of 4 ranks' files into 8 ranks, cold", True),
-    _Row("slices", "second s", "slices of 4 ranks' files into 8 ranks, second"),
-    _Row("small", "save s", "small tensors: save", True),
-    _Row("small", "save s", "small tensors: save, constant structure", True, ", constant structure"),
-    _Row("small", "save s", "small tensors: save, new structure", False, ", replanned"),
-    _Row("small", "cold s", "small tensors: load, cold", True),
-    _Row("small", "second s", "small tensors: load, second"),
-    _Row("small", "warm s", "small tensors: load, warm", True),
-    _Row("scarce", "cold s", "load, cold, in a control group without memory for the page cache"),
+    _Row("dense", "save s", "large: save", True),
+    _Row("dense", "cold s", "large: load, cold", True),
+    _Row("dense", "second s", "large: load, second", True),
+    _Row("dense", "warm s", "large: load, warm", True),
+    _Row("4 to 2", "cold s", "4 ranks to 2, cold", True),
+    _Row("4 to 2", "second s", "4 ranks to 2, second"),
+    _Row("4 to 1", "cold s", "4 ranks to 1, cold", True),
+    _Row("4 to 1", "second s", "4 ranks to 1, second"),
+    _Row("a fifth", "cold s", "a fifth, 4 to 1, cold"),
+    _Row("a fifth", "second s", "a fifth, 4 to 1, second"),
+    _Row("slices", "cold s", "slices, 4 ranks to 8, cold", True),
+    _Row("slices", "second s", "slices, 4 ranks to 8, second"),
+    _Row("small", "save s", "small: save", True),
+    _Row("small", "save s", "small: save, constant structure", True, ", constant structure"),
+    _Row("small", "save s", "small: save, new structure", False, ", replanned"),
+    _Row("small", "cold s", "small: load, cold", True),
+    _Row("small", "second s", "small: load, second"),
+    _Row("small", "warm s", "small: load, warm", True),
+    _Row("scarce", "cold s", "load, cold, without page cache"),
     _Row("first", "save s", "first save of a process", True),
     _Row("first", "load cold s", "first load of a process, cold", True),
 )
 _ASYNC: Final = (
-    _Row("async dense", "blocking s", "async save, large tensors: training waits"),
-    _Row("async dense", "durable s", "async save, large tensors: durable after"),
-    _Row("async dense", "next pass / normal", "async save, large tensors: next pass over memory, times a normal one"),
-    _Row("async dense", "cpu s", "async save, large tensors: CPU seconds"),
-    _Row("first", "async blocking s", "first async save of a process: training waits"),
-    _Row("first", "async first / later", "first async save of a process, times a later one"),
-    _Row("async small", "blocking s", "async save, small tensors: training waits"),
-    _Row("async small", "durable s", "async save, small tensors: durable after"),
-    _Row("async small", "cpu s", "async save, small tensors: CPU seconds"),
+    _Row("async dense", "blocking s", "async, large: training waits"),
+    _Row("async dense", "durable s", "async, large: durable after"),
+    _Row("async dense", "next pass / normal", "async, large: next pass over memory / a normal one"),
+    _Row("async dense", "cpu s", "async, large: CPU seconds"),
+    _Row("first", "async blocking s", "first async save: training waits"),
+    _Row("first", "async first / later", "first async save / a later one"),
+    _Row("async small", "blocking s", "async, small: training waits"),
+    _Row("async small", "durable s", "async, small: durable after"),
+    _Row("async small", "cpu s", "async, small: CPU seconds"),
 )
 # Gains and losses alike: what a reader of README has to know of the rest.
 _IN_README: Final = {
@@ -192,7 +192,11 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [[head[column] for column in used], ["---", *("---:" for _ in used[1:])]]
     lines += [[row[column] for column in used] for row in rows if any(row[1:])]
     text = "".join(f"|{'|'.join(line)}|\n" for line in lines)
-    return text + "".join(f"\n{mark} {note}\n" for mark, note in _FOOTNOTES.items() if mark in text)
+    return text + "".join(_footnote(mark) for mark in _FOOTNOTES if mark in text)
+
+
+def _footnote(mark: str) -> str:
+    return f"\n{mark} {_FOOTNOTES[mark]}\n"
 
 
 def _title(read: _Read) -> str:
@@ -243,7 +247,8 @@ def _summary(read: _Read) -> str:
     title = (
         f"Seconds on CPUs, less is better, the best of a row in bold, if none is withheld; 2 ranks, {machine['cores']} "
         f"cores, {machine['file system']}; {part['gb']:g} GB in tensors of 16 MiB, or 20,000 small tensors. Cold: page "
-        "cache dropped before; second: right after the cold load. **Nothing has been measured on a GPU.**\n\n"
+        "cache dropped before; second: right after the cold load; 4 ranks to 1: one rank loads what four have saved. "
+        "**Nothing has been measured on a GPU.**\n\n"
     )
     return title + _markdown(("", read.main, *heads), cells)
 
@@ -261,7 +266,7 @@ def _asynchronous(read: _Read) -> str:
         )
         for label in labels
     ]  # fmt: skip
-    return _title(read) + _markdown(("", *(row.name for row in _ASYNC), "isolated"), rows)
+    return _markdown(("", *(row.name for row in _ASYNC), "isolated"), rows)
 
 
 def _against(read: _Read) -> str:
@@ -306,7 +311,7 @@ def _certificate(read: _Read) -> str:
         return "Not measured yet.\n"
     rows = [
         (
-            f"{state} tensors: load, {figure}",
+            f"{state}: load, {figure}",
             read.cell(f"certificate {kind}", f"{figure} s", read.main),
             *(read.ratio(f"certificate {kind}", f"{figure} s", label, read.main) for label in labels),
         )
@@ -481,10 +486,17 @@ def _pages(root: Path) -> Iterator[tuple[Path, str, str]]:
 
     def table(found: re.Match[str]) -> str:
         file, made = _OF_OTHER_FILES.get(found[1], (FILE, lambda results: one(results, found[1])))
-        return f"{found[1]}{found[2]}{made(json.loads((root / file.relative_to(ROOT)).read_text()))}"
+        text = made(json.loads((root / file.relative_to(ROOT)).read_text()))
+        for mark in _FOOTNOTES:
+            if mark in text and mark in explained:
+                text = text.replace(_footnote(mark), "")
+            elif mark in text:
+                explained.add(mark)
+        return f"{found[1]}{found[2]}{text}"
 
     for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         text = page.read_text()
+        explained: set[str] = set()  # marks, each once a page
         yield page, text, _BLOCK.sub(table, text)
 
 

@@ -317,10 +317,10 @@ def test_tables_are_those_of_the_results() -> None:
 def test_a_row_of_withheld_figures_alone_is_left_out() -> None:
     results = json.loads((ROOT / "docs" / "benchmark.json").read_text())
     of_loads = results["samples"]["dense"]["cold s"]
-    assert "large tensors: load, cold" in tables.one(results, "summary")
+    assert "large: load, cold" in tables.one(results, "summary")
     for label in of_loads:
         of_loads[label] = [0.1, 0.2, 0.9]
-    assert "large tensors: load, cold" not in tables.one(results, "summary")
+    assert "large: load, cold" not in tables.one(results, "summary")
     assert tables.one({**results, "parts": {"dense": results["parts"]["dense"]}}, "tools") == "Not measured yet.\n"
 
 
@@ -412,7 +412,7 @@ def test_the_loop_of_the_guide_runs_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="what the loop saves through")
     script = ROOT / "examples" / "own_loop.py"
     [shown] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guides/loop.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert shown == script.read_text()
+    assert shown in script.read_text()
     printed = run_megatron_ranks(run_loop, 2, script, tmp_path / "run", free_port())
     assert printed == [f"rank {rank} resumed at step 30\n" for rank in range(2)]
     for step in (10, 20, 30):
