@@ -9,8 +9,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tested=$(sed -n 's/^TESTED_VERSIONS = (\(.*\))$/\1/p' mcore_ckpt/megatron/_versions.py | tr -d '",')
-[ -n "$tested" ] || { echo "mcore_ckpt/megatron/_versions.py has no TESTED_VERSIONS in one line" >&2; exit 2; }
+tested=$(sed -n 's/^TESTED_VERSIONS = (\(.*\))$/\1/p' mcore_ckpt/megatron/versions.py | tr -d '",')
+[ -n "$tested" ] || { echo "mcore_ckpt/megatron/versions.py has no TESTED_VERSIONS in one line" >&2; exit 2; }
 python311_versions=()
 python312_versions=()
 for version in $tested; do # megatron-core needs Python 3.12 from 0.17 on

@@ -20,7 +20,7 @@ PACKAGE = TREE.package
 # Where megatron-core may be named in an import; all else gets what it needs of it from there.
 KNOWS_MEGATRON = {
     "bridge",
-    "megatron._versions",
+    "megatron.versions",
     "megatron.strategy",
     "reshard.parameter_orders",
     "models.logits",
@@ -125,7 +125,7 @@ def test_megatron_is_imported_in_few_modules_only() -> None:
             if layer_of(imported.name) in ("megatron", "nvidia_resiliency_ext") and name not in KNOWS_MEGATRON
         }
     )
-    assert not where, f"megatron is imported at {where}; ask megatron._versions for what is needed"
+    assert not where, f"megatron is imported at {where}; ask megatron.versions for what is needed"
 
 
 def test_modules_without_torch_are_those_that_the_layers_say() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.megatron._versions import TESTED_VERSIONS
+from mcore_ckpt.megatron.versions import TESTED_VERSIONS
 from scripts import mutants
 from tests.conftest import pytest_configure
 from tests.support.shown_launches import shown_launches

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import tempfile
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.commands.cli import (
@@ -21,13 +27,11 @@ from mcore_ckpt.commands.cli import (
     table,
 )
 from mcore_ckpt.core.console import counted, human_bytes
-from mcore_ckpt.core.errors import LoadError, OptionError, without_tracebacks
-from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.errors import LoadError, OptionError, UnsupportedMegatronError, without_tracebacks
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
 from mcore_ckpt.core.team import current_team
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mcore_ckpt.load.checks import Problem
     from mcore_ckpt.tools.verify import VerifyReport
 
@@ -161,7 +165,7 @@ def verified(
     shown = False if arguments.quiet else None
     accepted = None
     if accept:
-        from mcore_ckpt.directory.publish import accept_common_file
+        from mcore_ckpt.tools.verify import accept_common_file
 
         accepted = current_team().first("accept the common state", lambda: accept_common_file(directory))
     workers, lost_index = max(1, arguments.workers), other is not None
@@ -297,12 +301,90 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> Outcome:
-    from mcore_ckpt.megatron.install import diagnose
-
     warnings.simplefilter("ignore")  # Megatron says at each import what else is not installed
-    found = diagnose(arguments.directory)
+    found = [*_software(), *_options(), _direct_io(arguments.directory), _host_memory(), *_contract()]
     wrong = [finding for finding in found if finding.is_wrong]
     rows = [(finding.what, finding.state, finding.remark) for finding in found]
     verdict = f"{len(wrong)} of these would stop a job" if wrong else "nothing here would stop a job"
     text = f"{table(('what', 'state', 'remark'), rows)}\n{verdict}"
     return Outcome({"findings": found, "ok": not wrong}, text, DIFFERS if wrong else DONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    what: str  # it is about
+    state: str  # in a word or two
+    remark: str = ""  # what follows from it
+    is_wrong: bool = False  # a job would fail
+
+
+def _host_memory() -> Finding:
+    from mcore_ckpt.core.process import free_host_bytes
+
+    free = f"{free_host_bytes() / 1e9:.1f} GB"
+    return Finding("host memory for staging", free, "asynchronous saves copy tensors there")
+
+
+def _software() -> list[Finding]:
+    import torch
+
+    from mcore_ckpt.megatron.install import has_nvrx
+    from mcore_ckpt.megatron.versions import NEWEST_TESTED, TESTED_VERSIONS, installed_version_text, megatron_version
+
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    found = [Finding("torch", torch.__version__, cuda)]
+    try:
+        version = megatron_version()[:2]
+    except UnsupportedMegatronError as error:
+        is_too_old = find_spec("megatron") is not None
+        remark = str(error) if is_too_old else "torch.distributed.checkpoint is served without it"
+        return [*found, Finding("megatron-core", "not served", remark, is_too_old)]
+    remark = f"tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}" if version > NEWEST_TESTED else "tested"
+    found.append(Finding("megatron-core", installed_version_text(), remark))
+    if not has_nvrx():
+        return [*found, Finding("nvidia-resiliency-ext", "not installed", "what Megatron imports of it is supplied")]
+    return [*found, Finding("nvidia-resiliency-ext", metadata.version("nvidia-resiliency-ext"), "its queue is served")]
+
+
+def _options() -> list[Finding]:
+    found = [
+        Finding(name, "no option", f"{alike} would be one" * bool(alike)) for name, alike in unknown_variables().items()
+    ]
+    for options in (SaveOptions, LoadOptions):
+        try:
+            options.from_environment()
+        except OptionError as error:
+            found.append(Finding("MCORE_CKPT_* variables", "refused", str(error), is_wrong=True))
+    return found
+
+
+def _direct_io(directory: str) -> Finding:
+    from mcore_ckpt.storage.base import ALIGNMENT_BYTES
+    from mcore_ckpt.storage.direct_io import aligned_buffer, enable
+
+    if not Path(directory).is_dir():
+        raise NotADirectoryError(f"{directory}: there is no such directory; name the one where checkpoints will lie")
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".mcore_ckpt_doctor") as file:
+        try:  # some file systems take the flag, and refuse the write
+            works = enable(file.fileno()) and os.pwrite(file.fileno(), aligned_buffer(ALIGNMENT_BYTES), 0) > 0
+        except OSError:
+            works = False
+    remark = "" if works else "files are written and read through the page cache"
+    return Finding(f"direct I/O in {directory}", "works" if works else "refused", remark)
+
+
+def _contract() -> Iterator[Finding]:
+    from mcore_ckpt.megatron.install import CONTRACT, owner_of
+    from mcore_ckpt.megatron.versions import megatron_version
+
+    with contextlib.suppress(UnsupportedMegatronError):  # which has been said
+        version = megatron_version()[:2]
+        for name in CONTRACT:
+            if not name.belongs_to(version):
+                continue
+            if owner_of(name) is not None:
+                yield Finding(str(name), f"{'called' if name.made is None else 'replaced'} by mcore_ckpt")
+            else:
+                yield Finding(str(name), "missing", name.absence or "install() refuses", is_wrong=not name.absence)

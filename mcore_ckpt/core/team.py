@@ -6,7 +6,7 @@ gives its part of the result to all (`run`), and raises the first error of any. 
 divided (`first`), prints, and publishes.
 
 What takes long is done on a thread, while the main one exchanges with the others, each half second, whether all still
-work and how far they are. So a rank that ends or fails stops all of them soon.
+work and how far they are. So a rank that ends or fails stops all of them soon. `Progress` draws it as a bar of `rich`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from mcore_ckpt.core.console import is_terminal
 from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.process import Outcome
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 T = TypeVar("T")
+P = TypeVar("P", bound="Progress")
 
 # So much later the others may start; and come to an exchange, before which the first rank may do something by itself.
 _WAITS_SILENTLY_S: Final = 20.0
@@ -40,6 +42,9 @@ _MEETS_WITHIN: Final = timedelta(minutes=10)
 _COMES_WITHIN: Final = timedelta(minutes=30)
 _TELLS_EACH_S: Final = 0.5
 _STOPS_WITHIN_S: Final = 60.0
+# A bar comes when a person has waited so long, and moves that often.
+_BAR_PERIOD_S: Final = 0.1
+_PATIENCE_S: Final = 1.0  # with a terminal that nobody reads
 _ENDS_BY: Final = SaveError  # of what is no error of our tree, as that contact is lost: what is done of a target stays
 
 
@@ -172,6 +177,70 @@ _team: ContextVar[Team] = ContextVar("_team", default=ALONE)
 def current_team() -> Team:
     """The team that runs this command; `ALONE` in any other program, and on any thread but a command's main one."""
     return _team.get()
+
+
+class Progress:
+    """A bar over a known number of bytes, those of all ranks of a command; a context manager. `advance` may be called
+    from any thread.
+
+    `shown`: None shows the bar if standard error is a terminal, on the first rank; False never does.
+    """
+
+    def __init__(self, what: str, total_bytes: int, *, shown: bool | None = None) -> None:
+        self.counter = Counter()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._what = what
+        self._total_bytes = total_bytes
+        self._shown = (is_terminal(sys.stderr) if shown is None else shown) and current_team().rank == 0
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` more are done, by this rank. Raises where another one has failed."""
+        self.counter.add(nbytes)
+
+    def __enter__(self: P) -> P:
+        if self._shown:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._draw, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join(_PATIENCE_S)
+            self._thread = None
+
+    def _draw(self) -> None:
+        if not self._ended.wait(_BAR_PERIOD_S):
+            with suppress(Exception):  # of a stream that is closed, say
+                self._draw_bar()
+
+    def _draw_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        # What the job prints meanwhile must not wait for the terminal of the bar: its streams stay its own.
+        bar = Bar(
+            *columns,
+            console=Console(stderr=True),
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with bar:
+            task = bar.add_task(self._what, total=self._total_bytes)
+            while not self._ended.wait(_BAR_PERIOD_S):
+                bar.update(task, completed=max(self.counter.own_bytes, self.counter.all_bytes), refresh=True)
 
 
 @contextmanager

@@ -50,7 +50,6 @@ from torch.futures import Future
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
-from mcore_ckpt.core.fingerprints import part_of_run
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.directory.in_force import is_in_force
@@ -686,6 +685,8 @@ def _results(bucket: ItemBucket, to_write: WriteBucket, written: WrittenFile) ->
     blocks = [written.blocks[a:b] for a, b in pairwise(ends)] if counts else [array("I")] * len(written.crcs)
     sums = [ItemSums(file, crc, array("I")) for crc in written.object_crcs]
     strided = dict(written.parts)
+    from mcore_ckpt.core.fingerprints import part_of_run  # (a trainer that saves by a strategy does not come here)
+
     for number, (crc, running) in enumerate(zip(written.crcs, blocks, strict=True)):
         part = strided[number] if number in strided else part_of_run(crc, layout.specs[number].stretch())
         sums.append(ItemSums(file, crc, running, part))

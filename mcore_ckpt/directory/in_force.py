@@ -8,7 +8,7 @@ collectives: no file that they may name is removed.
 To megatron-core 0.18 the common state is a file of its own. The manifest names it next to the data files, by its length
 and the CRC-32 of all its bytes, also where stock has written it: so the saved file is told from that of another save,
 from a damaged one, and from one that a killed save of stock had replaced. A file that a user has changed on purpose
-cannot be told from those; it is refused until it is accepted (`publish.accept_common_file`).
+cannot be told from those; it is refused until it is accepted (`mcore-ckpt repair`).
 
 The name of a note for the second tier carries the id of the save. So it is written before the checkpoint is published,
 and the note of the one that is replaced counts until that moment.

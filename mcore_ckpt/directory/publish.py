@@ -4,8 +4,7 @@
 files, the coordinator looks for every one (`check_files`), and `publish` has `.metadata` replaced, if no other save has
 been published meanwhile. `metadata.json` is put next to it: never over that of another save.
 
-Changes of a checkpoint that stays are published as a save is, in the place of the index that was read: the common state
-is accepted as it is, tensors are removed.
+Tensors are removed from a checkpoint as a save is published, in the place of the index that was read.
 """
 
 from __future__ import annotations
@@ -25,23 +24,20 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     LoadError,
     SaveError,
 )
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.in_force import common_file_in_force, index_files, with_common_files
-from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile, split_metadata, with_manifest
+from mcore_ckpt.directory.in_force import index_files
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     INTEGRITY_FILE,
     METADATA_FILE,
-    parse_index,
     read_index,
-    read_small_file,
 )
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.storage.base import FileVersion, Storage
@@ -221,42 +217,6 @@ def _has_config(storage: Storage, content: bytes) -> bool:
             return reader.size_bytes == len(content) and reader.read(0, len(content)) == content
     except CheckpointNotFoundError:
         return False
-
-
-def bind_common_file(content: bytes, directory: Path) -> bytes:
-    """The content of `.metadata`; its manifest, if any, names the `common.pt` in `directory`, too, if there is one."""
-    pickled, manifest = split_metadata(content, str(directory))
-    found = None if manifest is None else sum_of_file(storage_at(directory), manifest.save_id)
-    if manifest is None or found is None:
-        return content
-    return with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found}))
-
-
-def accept_common_file(path: Path) -> str | None:
-    """Accept the common state as it is, by a new manifest. Returns its file; None if that says so already."""
-    storage = storage_at(path)
-    commit = Commit.begin(storage)
-    try:
-        content = read_small_file(path, METADATA_FILE)
-        pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")
-        if manifest is None:
-            raise CorruptCheckpointError(
-                f"{path}/{METADATA_FILE}: has no manifest that could say which common state is its own; any is loaded"
-            )
-        index = parse_index(content, str(path))
-        name = common_file_in_force(with_common_files(storage, storage.list(), index), index)
-        found = None if name is None else sum_of_file(storage, manifest.save_id, name)
-        if name is None or found is None:
-            raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")
-        if manifest.files.get(COMMON_FILE) == found:
-            return None
-        commit.publish(
-            with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found})),
-            needed=index_files(index),
-        )
-        return name
-    finally:
-        commit.give_up()
 
 
 def remove_tensors(path: Path, key_prefix: str) -> list[str]:

@@ -5,5 +5,5 @@ Out: the same under this package's saves and loads; `install()`, which puts them
 Must not know: how bytes are laid out, read or written.
 
 With torch: calls, certificate, flat_buckets, install, optimizer_state, other_division, serialization, strategy,
-_fully_parallel, _versions.
+versions, _fully_parallel.
 """

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module
 from mcore_ckpt.megatron.calls import MegatronSave, current_save, in_progress
+from mcore_ckpt.megatron.versions import MegatronErrors, megatron_module
 from mcore_ckpt.state.plan_check import Accesses
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves
 

@@ -44,7 +44,7 @@ from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
 from mcore_ckpt.load.reader import BucketedParameters, CheckpointReader
 from mcore_ckpt.load.records import replaced_error
-from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, own_version
+from mcore_ckpt.megatron.versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, own_version
 from mcore_ckpt.save.planner import Validation
 from mcore_ckpt.state.plan_check import Accesses, check_requests
 from mcore_ckpt.state.shards import is_main_replica, leaves

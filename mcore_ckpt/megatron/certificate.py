@@ -56,7 +56,6 @@ from mcore_ckpt.format.zip_records import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader, read_shards
-from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.calls import MegatronLoad, in_progress, metadata_version
 from mcore_ckpt.megatron.other_division import (
     FLAT_BUCKETS,
@@ -66,6 +65,7 @@ from mcore_ckpt.megatron.other_division import (
     with_own_ranges,
 )
 from mcore_ckpt.megatron.serialization import TRAINING, common_object, load_common, tell_uncertified
+from mcore_ckpt.megatron.versions import own_version, parallel_layout
 from mcore_ckpt.state.shards import (
     contents,
     dtype_name,

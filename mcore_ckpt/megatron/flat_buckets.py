@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,7 +23,7 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, Form, Region, encode_parameters
 from mcore_ckpt.load.requests import narrow
-from mcore_ckpt.megatron._versions import OPTIMIZER, mapping, patches
+from mcore_ckpt.megatron.versions import mapping
 from mcore_ckpt.state.shards import PLAIN, is_main, is_main_replica, leaves
 
 _logger = logger_of("mcore_ckpt")
@@ -34,66 +33,48 @@ OWN_RANGES: Final = "mcore_ckpt_own_ranges"
 _strides_of_alike = functools.lru_cache(strides_of)  # many parameters have few shapes
 
 
-def change_optimizer() -> None:
-    """Let saves of flat buckets store what lies where in them, and loads ask for a rank's own ranges alone."""
-    optimizer = getattr(sys.modules[OPTIMIZER], "DistributedOptimizer", None)
-    for name, replacement in _REPLACEMENTS.items():
-        if name in getattr(optimizer, "__dict__", ()) and f"{OPTIMIZER}.DistributedOptimizer.{name}" not in (
-            patches.replaced()
-        ):
-            patches.replace(optimizer, name, replacement(vars(optimizer)[name]))
-
-
 class _Tabulated(NamedTuple):
     keys: list[str] | None  # of the model's entries: all that may change in a job of what the table follows from
     table: bytes | None
 
 
-_Tables = WeakKeyDictionary[Any, _Tabulated]
+_tables: WeakKeyDictionary[Any, _Tabulated] = WeakKeyDictionary()
 """The table of each optimizer, as it was made last."""
 
 
-def _with_table(stock: Any) -> Any:
-    known: _Tables = WeakKeyDictionary()
-
-    @functools.wraps(stock)
-    def sharded_param_state_dp_reshardable(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-    ) -> Any:
-        state = stock(self, model_sharded_state_dict, is_loading, metadata)
-        holder = state[TABLE_HOLDER]
-        holder.job_buckets = JobBuckets(self, model_sharded_state_dict, known)
-        if not is_loading and is_main_replica(holder) and (table := holder.job_buckets.table()) is not None:
-            holder.record_members = {TABLE_MEMBER: table}
-        return state
-
-    return sharded_param_state_dp_reshardable
+# --- in the place of methods of Megatron's distributed optimizer (`install.py`) ---------------------------------------
 
 
-def _asking_for_own_ranges(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def sharded_param_state_fully_reshardable(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-    ) -> Any:
-        if is_loading:
-            try:
-                return JobBuckets(self, model_sharded_state_dict, WeakKeyDictionary()).own_ranges()
-            except PlanError as error:
-                _logger.debug("each rank asks for the state of its whole model-parallel rank: %s", error)
-        return stock(self, model_sharded_state_dict, is_loading, metadata)
-
-    return sharded_param_state_fully_reshardable
+def with_table(
+    stock: Any, optimizer: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+) -> Any:
+    """`sharded_param_state_dp_reshardable`, which stores what lies where in the buckets."""
+    state = stock(optimizer, model_sharded_state_dict, is_loading, metadata)
+    holder = state[TABLE_HOLDER]
+    holder.job_buckets = JobBuckets(optimizer, model_sharded_state_dict)
+    if not is_loading and is_main_replica(holder) and (table := holder.job_buckets.table()) is not None:
+        holder.record_members = {TABLE_MEMBER: table}
+    return state
 
 
-def _setting_own_ranges(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def load_parameter_state_from_fully_reshardable(self: Any, state_dict: Any) -> None:
-        if OWN_RANGES in state_dict:
-            _set_own_ranges(self, state_dict)
-        else:
-            stock(self, state_dict)
+def asking_for_own_ranges(
+    stock: Any, optimizer: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+) -> Any:
+    """`sharded_param_state_fully_reshardable`, which at a load asks for this rank's own ranges alone."""
+    if is_loading:
+        try:
+            return JobBuckets(optimizer, model_sharded_state_dict).own_ranges()
+        except PlanError as error:
+            _logger.debug("each rank asks for the state of its whole model-parallel rank: %s", error)
+    return stock(optimizer, model_sharded_state_dict, is_loading, metadata)
 
-    return load_parameter_state_from_fully_reshardable
+
+def setting_own_ranges(stock: Any, optimizer: Any, state_dict: Any) -> None:
+    """`load_parameter_state_from_fully_reshardable`, of what the function above has asked for."""
+    if OWN_RANGES in state_dict:
+        _set_own_ranges(optimizer, state_dict)
+    else:
+        stock(optimizer, state_dict)
 
 
 class _OwnParameter(NamedTuple):
@@ -119,20 +100,12 @@ def _set_own_ranges(optimizer: Any, loaded: dict[Any, Any]) -> None:
         sync()
 
 
-_REPLACEMENTS: Final[dict[str, Callable[[Any], Any]]] = {
-    "sharded_param_state_dp_reshardable": _with_table,  # from 0.15 on, as the others
-    "sharded_param_state_fully_reshardable": _asking_for_own_ranges,
-    "load_parameter_state_from_fully_reshardable": _setting_own_ranges,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class JobBuckets:
     """The flat buckets of one optimizer, and the sharded state dict of its model."""
 
     optimizer: Any
     model: Any
-    _known: _Tables
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a state dict that is sent to other ranks takes no optimizer along
@@ -143,7 +116,7 @@ class JobBuckets:
     @collector_paused()
     def table(self) -> bytes | None:
         """Which elements are which parameters', made again if the model has other keys; None, warned of: unknown."""
-        known = self._known.get(self.optimizer)
+        known = _tables.get(self.optimizer)
         keys: list[str] | None = None
         try:
             found = self._sharded()
@@ -160,7 +133,7 @@ class JobBuckets:
                     "checkpoint of them loads under the same division of the model alone: %s",
                     error,
                 )
-        self._known[self.optimizer] = _Tabulated(keys, table)
+        _tables[self.optimizer] = _Tabulated(keys, table)
         return table
 
     def own_ranges(self) -> dict[Any, Any]:

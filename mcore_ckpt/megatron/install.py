@@ -5,7 +5,7 @@ readers and writers of the common state and of `metadata.json`, and the methods 
 
 `CONTRACT` names all that is replaced or called: since when, and what its absence costs. `install()` asks it before it
 changes anything, and a test looks for all of it in each version. Without a name whose row says of no loss `install()`
-refuses. `mcore-ckpt doctor` prints it, and what else a job on this machine would stumble over (`diagnose`).
+refuses. `mcore-ckpt doctor` prints it.
 
 **Async queues** of Megatron and of nvidia-resiliency-ext (NVRx): the methods of a queue class are replaced, not the
 class. Training code makes queues when it is imported, frameworks keep them as attributes, and all of them must be
@@ -20,18 +20,15 @@ with a certificate, and the distributed optimizer to say what lies where in its 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
 import os
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,13 +37,25 @@ from typing import Any, ClassVar, Final
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import OptionError, SaveError, UnsupportedMegatronError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, unknown_variables
-from mcore_ckpt.core.process import free_host_bytes
+from mcore_ckpt.core.errors import SaveError, UnsupportedMegatronError
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
-from mcore_ckpt.megatron._versions import (
+from mcore_ckpt.megatron.calls import MegatronResume, checking, current_resume, in_progress, noting, synced_load
+from mcore_ckpt.megatron.serialization import (
+    TRAINING,
+    around_load,
+    around_save,
+    as_method,
+    config_in_place,
+    load_common_in_place,
+    load_common_state_dict,
+    save_common,
+    save_config,
+    with_own_files,
+)
+from mcore_ckpt.megatron.versions import (
     CHECKPOINTING,
     NEWEST_TESTED,
     NVRX,
@@ -64,22 +73,7 @@ from mcore_ckpt.megatron._versions import (
     patches,
     serve_with_numpy_2,
 )
-from mcore_ckpt.megatron.calls import MegatronResume, checking, current_resume, in_progress, noting, synced_load
-from mcore_ckpt.megatron.serialization import (
-    TRAINING,
-    around_load,
-    around_save,
-    as_method,
-    config_in_place,
-    load_common_in_place,
-    load_common_state_dict,
-    save_common,
-    save_config,
-    with_own_files,
-)
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES
-from mcore_ckpt.storage.direct_io import aligned_buffer, enable
 
 logger = logger_of("mcore_ckpt")
 
@@ -362,6 +356,12 @@ _CERTIFIED: Final = {
 # Classes whose `load_checkpoint` loads by itself.
 _VERL: Final = "verl.utils.checkpoint.megatron_checkpoint_manager"
 _SKYRL: Final = "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy"
+# Methods of the distributed optimizer, from 0.15 on, and what of `flat_buckets.py` stands in for each.
+_OF_OPTIMIZER: Final = {
+    "sharded_param_state_dp_reshardable": "with_table",
+    "sharded_param_state_fully_reshardable": "asking_for_own_ranges",
+    "load_parameter_state_from_fully_reshardable": "setting_own_ranges",
+}
 
 
 def change_when_imported() -> None:
@@ -411,10 +411,21 @@ def _change_modules() -> None:
         manager: Any = getattr(sys.modules.get(module), name, None)
         if hasattr(manager, "load_checkpoint") and not hasattr(manager.load_checkpoint, "__wrapped__"):
             patches.replace(manager, "load_checkpoint", _certified_parts(manager.load_checkpoint, parts))
-    if OPTIMIZER in sys.modules:
-        from mcore_ckpt.megatron.flat_buckets import change_optimizer  # (not every job has it)
+    optimizer = getattr(sys.modules.get(OPTIMIZER), "DistributedOptimizer", None)
+    for name, ours in _OF_OPTIMIZER.items():
+        is_replaced = f"{OPTIMIZER}.DistributedOptimizer.{name}" in patches.replaced()
+        if name in getattr(optimizer, "__dict__", ()) and not is_replaced:
+            patches.replace(optimizer, name, _by_flat_buckets(ours, vars(optimizer)[name]))
 
-        change_optimizer()
+
+def _by_flat_buckets(ours: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        from mcore_ckpt.megatron import flat_buckets  # (a job without a distributed optimizer has none)
+
+        return getattr(flat_buckets, ours)(stock, *args, **kwargs)
+
+    return method
 
 
 def _certify_module(name: str, names: tuple[str, str, str]) -> None:
@@ -630,75 +641,3 @@ CONTRACT: tuple[Name, ...] = (
         absence="code that writes through DCP finds the writer in mcore_ckpt or in nvidia-resiliency-ext",
     ),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the diagnosis."""
-
-    what: str  # it is about
-    state: str  # in a word or two
-    remark: str = ""  # what follows from it
-    is_wrong: bool = False  # a job would fail
-
-
-def diagnose(directory: str) -> list[Finding]:
-    """What `install()` would find here, and how checkpoints in `directory` would be written. `OSError`: they cannot."""
-    free = Finding(
-        "host memory for staging", f"{free_host_bytes() / 1e9:.1f} GB", "asynchronous saves copy tensors there"
-    )
-    return [*_software(), *_options(), _direct_io(directory), free, *_contract()]
-
-
-def _software() -> list[Finding]:
-    import torch
-
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    found = [Finding("torch", torch.__version__, cuda)]
-    try:
-        version = megatron_version()[:2]
-    except UnsupportedMegatronError as error:
-        is_too_old = find_spec("megatron") is not None
-        remark = str(error) if is_too_old else "torch.distributed.checkpoint is served without it"
-        return [*found, Finding("megatron-core", "not served", remark, is_too_old)]
-    remark = f"tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}" if version > NEWEST_TESTED else "tested"
-    found.append(Finding("megatron-core", installed_version_text(), remark))
-    if not has_nvrx():
-        return [*found, Finding("nvidia-resiliency-ext", "not installed", "what Megatron imports of it is supplied")]
-    return [*found, Finding("nvidia-resiliency-ext", metadata.version("nvidia-resiliency-ext"), "its queue is served")]
-
-
-def _options() -> list[Finding]:
-    found = [
-        Finding(name, "no option", f"{alike} would be one" * bool(alike)) for name, alike in unknown_variables().items()
-    ]
-    for options in (SaveOptions, LoadOptions):
-        try:
-            options.from_environment()
-        except OptionError as error:
-            found.append(Finding("MCORE_CKPT_* variables", "refused", str(error), is_wrong=True))
-    return found
-
-
-def _direct_io(directory: str) -> Finding:
-    if not Path(directory).is_dir():
-        raise NotADirectoryError(f"{directory}: there is no such directory; name the one where checkpoints will lie")
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".mcore_ckpt_doctor") as file:
-        try:  # some file systems take the flag, and refuse the write
-            works = enable(file.fileno()) and os.pwrite(file.fileno(), aligned_buffer(ALIGNMENT_BYTES), 0) > 0
-        except OSError:
-            works = False
-    remark = "" if works else "files are written and read through the page cache"
-    return Finding(f"direct I/O in {directory}", "works" if works else "refused", remark)
-
-
-def _contract() -> Iterator[Finding]:
-    with contextlib.suppress(UnsupportedMegatronError):  # which has been said
-        version = megatron_version()[:2]
-        for name in CONTRACT:
-            if not name.belongs_to(version):
-                continue
-            if owner_of(name) is not None:
-                yield Finding(str(name), f"{'called' if name.made is None else 'replaced'} by mcore_ckpt")
-            else:
-                yield Finding(str(name), "missing", name.absence or "install() refuses", is_wrong=not name.absence)

@@ -53,9 +53,9 @@ from mcore_ckpt.format.zip_records import member_of
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.requests import ReadRequest, narrow
-from mcore_ckpt.megatron._versions import is_first_rank, parallel_sizes, parameter_group_identifiers
 from mcore_ckpt.megatron.calls import MegatronLoad, metadata_version, opened_reader
 from mcore_ckpt.megatron.flat_buckets import OWN_RANGES, JobBuckets
+from mcore_ckpt.megatron.versions import is_first_rank, parallel_sizes, parameter_group_identifiers
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves_by_kind, local_box
 
 _logger = logger_of("mcore_ckpt")

@@ -64,7 +64,6 @@ from mcore_ckpt.format.safe_pickle import load_object, warn_of_refused
 from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.records import replaced_error
-from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
 from mcore_ckpt.megatron.calls import (
     MegatronLoad,
     MegatronSave,
@@ -81,6 +80,7 @@ from mcore_ckpt.megatron.calls import (
     opened_reader,
     unwrapped,
 )
+from mcore_ckpt.megatron.versions import MegatronErrors, is_first_rank, megatron_module, patches
 from mcore_ckpt.save.transaction import give_up_forgotten_saves, saves_in_progress
 from mcore_ckpt.storage.resolve import storage_at
 

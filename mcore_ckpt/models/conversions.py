@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError, OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
+from mcore_ckpt.core.team import Progress
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import HF_INDEX, METADATA_FILE, read_index
 from mcore_ckpt.load.checks import Problem, check_file

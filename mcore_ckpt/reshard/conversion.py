@@ -35,13 +35,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect, relative, runs
-from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.process import Crew, Task, in_parallel
-from mcore_ckpt.core.team import current_team
+from mcore_ckpt.core.team import Progress, current_team
 from mcore_ckpt.directory.iterations import sync_folders
-from mcore_ckpt.directory.publish import bind_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
@@ -50,7 +48,7 @@ from mcore_ckpt.image.writer import ImageStream, ImageWriter, WindowPool
 from mcore_ckpt.load.records import item_name, padded_range
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
 from mcore_ckpt.reshard.plan import Division, Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
-from mcore_ckpt.reshard.target_directory import Target, begun_work, refuse_target, team_target
+from mcore_ckpt.reshard.target_directory import Target, begun_work, bind_common_file, refuse_target, team_target
 from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up

@@ -25,7 +25,7 @@ from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import Commit, identity_in_force, note_name
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files
-from mcore_ckpt.directory.publish import bind_common_file, discard
+from mcore_ckpt.directory.publish import discard
 from mcore_ckpt.directory.retention import (
     LOCKED,
     REMOVAL,
@@ -40,7 +40,7 @@ from mcore_ckpt.format.integrity import SAVE_ID_BYTES, Identity, tells_save, wit
 from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, parse_index, read_index
 from mcore_ckpt.reshard.conversion import write_all
 from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist, refuse_other_fingerprints
-from mcore_ckpt.reshard.target_directory import Journal, Target
+from mcore_ckpt.reshard.target_directory import Journal, Target, bind_common_file
 from mcore_ckpt.save.jobs import work_for_trainer
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at

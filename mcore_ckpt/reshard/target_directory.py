@@ -30,7 +30,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +40,9 @@ from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
 from mcore_ckpt.directory.iterations import files_below
-from mcore_ckpt.format.integrity import SAVE_ID_BYTES
-from mcore_ckpt.format.metadata_read import METADATA_FILE, read_small_file
+from mcore_ckpt.directory.publish import sum_of_file
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES, split_metadata, with_manifest
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_small_file
 from mcore_ckpt.image.layout import WrittenFile
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, saving
 from mcore_ckpt.storage.resolve import lies_in, path_in_file_system, storage_at
@@ -522,6 +523,15 @@ class FileJournal(Journal):
 
 
 _SUM_BYTES: Final = 9
+
+
+def bind_common_file(content: bytes, directory: Path) -> bytes:
+    """The content of `.metadata`; its manifest, if any, names the `common.pt` in `directory`, too, if there is one."""
+    pickled, manifest = split_metadata(content, str(directory))
+    found = None if manifest is None else sum_of_file(storage_at(directory), manifest.save_id)
+    if manifest is None or found is None:
+        return content
+    return with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found}))
 
 
 def _framed(text: bytes) -> bytes:

@@ -24,11 +24,10 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.core.team import current_team
+from mcore_ckpt.core.team import Progress, current_team
 from mcore_ckpt.directory.iterations import refuse_incomplete
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, Removed, StoredChunk, TensorEntry
 from mcore_ckpt.format.item import element_bytes, verify_records

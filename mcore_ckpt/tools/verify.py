@@ -30,15 +30,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.core.boxes import Box, strides_of
-from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.core.team import current_team
+from mcore_ckpt.core.team import Progress, current_team
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.copying import JudgedFiles, copy_file, file_on_its_way
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, config_flaw, is_megatrons, structure_flaws, sync_folders
+from mcore_ckpt.directory.publish import sum_of_file
 from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredItem, TensorEntry
+from mcore_ckpt.format.integrity import split_metadata, with_manifest
 from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -548,3 +549,30 @@ def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int,
             return [(record.name.partition("/")[2], record.nbytes, record.crc32) for record in records]
     except (LoadError, NotRangeable):
         return []
+
+
+def accept_common_file(path: Path) -> str | None:
+    """Accept the common state as it is, by a new manifest. Returns its file; None if that says so already."""
+    storage = storage_at(path)
+    commit = Commit.begin(storage)
+    try:
+        content = read_small_file(path, METADATA_FILE)
+        pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")
+        if manifest is None:
+            raise CorruptCheckpointError(
+                f"{path}/{METADATA_FILE}: has no manifest that could say which common state is its own; any is loaded"
+            )
+        index = parse_index(content, str(path))
+        name = common_file_in_force(with_common_files(storage, storage.list(), index), index)
+        found = None if name is None else sum_of_file(storage, manifest.save_id, name)
+        if name is None or found is None:
+            raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")
+        if manifest.files.get(COMMON_FILE) == found:
+            return None
+        commit.publish(
+            with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found})),
+            needed=index_files(index),
+        )
+        return name
+    finally:
+        commit.give_up()

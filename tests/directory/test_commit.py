@@ -20,7 +20,6 @@ from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, s
 from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.directory.publish import (
     Target,
-    accept_common_file,
     discard,
     open_target,
     publish,
@@ -30,6 +29,7 @@ from mcore_ckpt.directory.publish import (
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE, DRAIN_FILE, METADATA_FILE, read_index
 from mcore_ckpt.storage.resolve import LocalStorage
+from mcore_ckpt.tools.verify import accept_common_file
 from tests.directory import commit_model
 from tests.directory.test_publish import file_of, save, sealed
 from tests.support.faulty_storage import Faults, FaultyStorage

@@ -17,7 +17,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import in_force, iterations
 from mcore_ckpt.directory.in_force import pending_name, saves_of
 from mcore_ckpt.directory.iterations import look_at
-from mcore_ckpt.directory.publish import accept_common_file, remove_tensors
+from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
 from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.serialization import load_common, save_common
@@ -26,7 +26,7 @@ from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools import keys, verify
 from mcore_ckpt.tools.keys import read_plain_state
-from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
+from mcore_ckpt.tools.verify import accept_common_file, repair_checkpoint, verify_checkpoint
 
 
 def common(iteration: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
 
 import mcore_ckpt
-from mcore_ckpt.megatron._versions import patches
+from mcore_ckpt.megatron.versions import patches
 
 
 class Job:

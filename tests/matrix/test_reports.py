@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt.megatron._versions import TESTED_VERSIONS
+from mcore_ckpt.megatron.versions import TESTED_VERSIONS
 
 pytestmark = pytest.mark.matrix
 

@@ -32,7 +32,7 @@ def prepare(who: str, as_cuda: bool) -> None:
 
         mcore_ckpt.install()
     else:
-        from mcore_ckpt.megatron._versions import Patches, serve_with_numpy_2
+        from mcore_ckpt.megatron.versions import Patches, serve_with_numpy_2
 
         serve_with_numpy_2(Patches())
     importlib.import_module("tests.support.megatron_without_cuda")

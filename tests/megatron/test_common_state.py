@@ -33,7 +33,7 @@ from mcore_ckpt import (
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.iterations import flaw_of_files
 from mcore_ckpt.format import safe_pickle
-from mcore_ckpt.megatron._versions import differences
+from mcore_ckpt.megatron.versions import differences
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.gloo_ranks import run_megatron_ranks

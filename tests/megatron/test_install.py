@@ -42,8 +42,8 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.launch import main as launch
-from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
 from mcore_ckpt.megatron.install import CONTRACT, _AfterImport, owner_of
+from mcore_ckpt.megatron.versions import TESTED_VERSIONS, as_megatron_error, megatron_version
 from tests.support.kept_log import kept_log
 from tests.support.processes import in_child
 
@@ -443,7 +443,7 @@ def test_a_hook_that_asks_the_other_finders_itself_is_no_hindrance(monkeypatch: 
 
     monkeypatch.setattr(sys, "meta_path", [Hook])
     monkeypatch.setattr("mcore_ckpt.megatron.install._change_modules", lambda: None)
-    monkeypatch.setattr("mcore_ckpt.megatron._versions.Patches.replaced", lambda _: {"as after": "install()"})
+    monkeypatch.setattr("mcore_ckpt.megatron.versions.Patches.replaced", lambda _: {"as after": "install()"})
     spec = Hook.find_spec("megatron.core.optimizer.distrib_optimizer", [f"{megatron.core.__path__[0]}/optimizer"])
     assert spec.loader.exec_module.__qualname__.endswith("execute_and_change")
 

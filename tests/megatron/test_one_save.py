@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt import LoadError, LoadOptions, SaveError
-from mcore_ckpt.megatron._versions import differences
+from mcore_ckpt.megatron.versions import differences
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.gloo_ranks import made
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks

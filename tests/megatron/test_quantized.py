@@ -98,7 +98,7 @@ def loads_into_quantized_tensors(rank: int, directory: str) -> None:
 
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
     from mcore_ckpt.megatron import strategy
-    from mcore_ckpt.megatron._versions import megatron_version
+    from mcore_ckpt.megatron.versions import megatron_version
 
     world = dist.get_world_size()
     pieces = [2 * rank, 2 * rank + 1]  # two boxes are stored for each that is wanted
@@ -144,7 +144,7 @@ def test_quantized_tensors_are_filled_in_place_by_way_of_few_wide_ones(tmp_path:
 
 def arguments_of_strategies(rank: int) -> None:
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.megatron._versions import stock_class
+    from mcore_ckpt.megatron.versions import stock_class
 
     pairs = {
         "TorchDistSaveShardedStrategy": TorchDistSaveStrategy,

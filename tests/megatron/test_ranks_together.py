@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import CorruptCheckpointError, OptionError, SaveError, SaveOptions
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
-from mcore_ckpt.megatron._versions import differences
+from mcore_ckpt.megatron.versions import differences
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.gloo_ranks import made
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.megatron._versions import differences
+from mcore_ckpt.megatron.versions import differences
 from tests.support.gloo_ranks import made
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.local_files import data_file

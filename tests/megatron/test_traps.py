@@ -66,7 +66,7 @@ def a_config_that_cannot_be_written_is_heard_of_on_every_rank(rank: int, directo
 def stale_companions_do_not_survive(rank: int, directory: Path) -> None:
     """An older checkpoint's `common.pt` and `integrity.json` are not those of the checkpoint that replaced it."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron._versions import megatron_version
+    from mcore_ckpt.megatron.versions import megatron_version
 
     target = made(directory)
     dist_checkpointing.save(state(1), target)
@@ -179,7 +179,7 @@ def what_the_launch_sets_and_reads(rank: int, directory: Path) -> None:
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
-    from mcore_ckpt.megatron._versions import megatron_version
+    from mcore_ckpt.megatron.versions import megatron_version
 
     newer = {"cpu_shm_mode": True} if megatron_version() >= (0, 18) else {}
     strategy = strategies.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=3, **newer)
@@ -234,8 +234,8 @@ def other_formats_are_left_to_nvrx(rank: int, directory: Path) -> None:
     installed()
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
-    from mcore_ckpt.megatron._versions import megatron_version
     from mcore_ckpt.megatron.install import has_nvrx
+    from mcore_ckpt.megatron.versions import megatron_version
 
     if megatron_version() < (0, 17) or has_nvrx():
         return

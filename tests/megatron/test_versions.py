@@ -23,7 +23,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.zip_records import version_of, with_versions
-from mcore_ckpt.megatron._versions import parallel_layout
+from mcore_ckpt.megatron.versions import parallel_layout
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.megatron.trap_ranks import installed
 from tests.support.gloo_ranks import run_megatron_ranks, run_stock_ranks

@@ -35,7 +35,7 @@ def _classes() -> list[Any]:
     if "mcore_ckpt" not in sys.modules:
         return [getattr(stock_module, name) for name in _STOCK]
     ours = import_module("mcore_ckpt")
-    compat = import_module("mcore_ckpt.megatron._versions")
+    compat = import_module("mcore_ckpt.megatron.versions")
     return [compat.stock_class(name) for name in _STOCK] + [ours.TorchDistSaveStrategy, ours.TorchDistLoadStrategy]
 
 
