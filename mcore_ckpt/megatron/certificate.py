@@ -346,7 +346,7 @@ class _Comparison:
         shifted = _told_shifted(optimizer, tensors) if reader.parameters is None else frozenset()
         found = _of_tensors(tensors, stored, reader.index, self.compared, rank, shifted, self.shards)
         common = self._common_state(handed_out)
-        found.counts["without common"] = int(rank == 0 and common is None)
+        found.counts["without common"] = int(rank == 0 and common is None and isinstance(state, dict))  # not DCP's
         state, common = (one if isinstance(one, dict) else {} for one in (state, common))
         ignored = _SCHEDULED if getattr(state.get("args"), "override_opt_param_scheduler", False) else ()
         mains, groups = set[str](), dict[str, bool]()
@@ -736,7 +736,8 @@ def certify_resume(
     reader = load.filled_by
     has_random = reader is None or any("rng_state/" in key for key in reader.index.objects)
     if given["rng_state"] is None and has_random and not reasons:
-        reasons.append("random states of another layout")
+        is_model = given.get("optimizer") is None
+        reasons.append("the model alone was loaded" if is_model else "random states of another layout")
     certify_loaded(
         partial(_state_as_resumed, stock, load, arguments, call, module, result),
         directory,
@@ -776,6 +777,9 @@ def _state_as_resumed(
         given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
     given.update(iteration=result[0])
     state = stock["generate_state_dict"](*call.args, **call.kwargs)
+    if "change_state_dict" in arguments:  # keys of a base under adapters, or the adapters alone
+        (_, *how), named = arguments["change_state_dict"]
+        stock["change_state_dict"](state, *how, **named)
     # Bridge saves no arguments: its scheduler itself says whether settings take the place of what was saved.
     overrides = getattr(given.get("opt_param_scheduler"), "override_opt_param_scheduler", False)
     state.setdefault("args", Namespace(override_opt_param_scheduler=overrides))
@@ -783,7 +787,8 @@ def _state_as_resumed(
         state["num_floating_point_operations_so_far"] = result[1]
     if metadata_version(load.directory) != load.version:  # (not earlier: Megatron gathers, with all ranks or none)
         raise LoadError(f"{load.directory} was replaced while it was loaded")
-    if job.finetune or load.directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
+    is_new = job.finetune or (not result[0] and given.get("optimizer") is None)  # as ms-swift loads a base of adapters
+    if is_new or load.directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
         del state["iteration"]
         state.pop("args", None)
     return state if load.change_common is None else with_own_ranges(state)

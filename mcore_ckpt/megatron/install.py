@@ -347,11 +347,15 @@ def async_strategy_source(stock: Any) -> Any:
 
 # --- training code, when it is imported -------------------------------------------------------------------------------
 
-# Modules made like Megatron-LM's, with their functions for the random states, for the state dict, and for loads.
+# Modules made like Megatron-LM's, with their functions for the random states, for the state dict, for loads, and, if
+# there is one, for what becomes of the state dict ahead of a load.
 _CERTIFIED: Final = {
     TRAINING: ("get_rng_state", "generate_state_dict", "load_checkpoint"),
     "megatron.bridge.training.checkpointing": ("get_rng_state", "generate_state_dict", "_load_checkpoint_from_path"),
-    "swift.megatron.utils.megatron_lm_utils": ("_get_rng_state", "_generate_state_dict", "load_mcore_checkpoint"),
+    "swift.megatron.utils.megatron_lm_utils": (
+        *("_get_rng_state", "_generate_state_dict", "load_mcore_checkpoint"),
+        "_filter_adapter_state_dict",
+    ),
 }
 # Classes whose `load_checkpoint` loads by itself.
 _VERL: Final = "verl.utils.checkpoint.megatron_checkpoint_manager"
@@ -428,14 +432,15 @@ def _by_flat_buckets(ours: str, stock: Callable[..., Any]) -> Callable[..., Any]
     return method
 
 
-def _certify_module(name: str, names: tuple[str, str, str]) -> None:
+def _certify_module(name: str, names: tuple[str, ...]) -> None:
     """Replace a module's functions, if they are there by now and have not been replaced yet."""
     module: Any = sys.modules.get(name)
     load = names[2]
     if f"{name}.{load}" in patches.replaced() or not all(hasattr(module, one) for one in names):
         return
-    stock = dict(zip(_CERTIFIED[TRAINING], (getattr(module, one) for one in names), strict=True))
-    changes = [(module, one, _noting(key, stock[key])) for key, one in zip(stock, names[:2], strict=False)]
+    keys = (*_CERTIFIED[TRAINING], "change_state_dict")
+    stock = dict(zip(keys, (getattr(module, one) for one in names), strict=False))
+    changes = [(module, one, _noting(key, stock[key])) for key, one in zip(stock, names, strict=True) if one != load]
     changes.append((module, load, _certified(stock, module)))
     for other in list(sys.modules.values()):  # its own, where the module has another by now
         held: Any = getattr(other, "__dict__", {}).get(load)

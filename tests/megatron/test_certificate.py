@@ -310,7 +310,7 @@ def dcp_ranks(rank: int, path: Path) -> tuple[str, list[tuple[str, int, str]]]:
 
 def test_a_state_dict_of_dcp_is_certified(tmp_path: Path) -> None:
     said, differences = run_ranks(dcp_ranks, 2, tmp_path / "ckpt")[0]
-    assert said.startswith("resumed from ckpt as saved: 4 tensors, 1 objects, 2 ranks")
+    assert said == "resumed from ckpt as saved: 4 tensors, 1 objects, 2 ranks"
     assert sorted(differences) == [
         ("object", 1, "epochs.done"),
         *(("tensor", 1, key) for key in ("model.norm", "model.weight", "step")),
@@ -429,6 +429,7 @@ def saved_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1, Parallel(), {"no_load_rng": True}, "compared: 2 objects (--no-load-rng)"),
         (2, Parallel(pipeline=2), {"finetune": True}, " tensors (--finetune), 2 objects"),
         (2, Parallel(), {"no_load_optim": True, "no_load_rng": True}, " tensors (--no-load-optim, --no-load-rng)"),
+        (2, Parallel(), {"is_base": True}, " tensors (the model alone was loaded), 2 objects"),
     ],
     ids=str,
 )

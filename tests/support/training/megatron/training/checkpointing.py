@@ -82,10 +82,11 @@ def load_checkpoint(
     ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, args: Namespace, path: str
 ) -> tuple[int, int]:
     options = {"metadata": args.metadata, "is_loading": True}
-    with_optimizer = not args.finetune and not args.no_load_optim
-    with_states = not args.finetune and not args.no_load_rng
+    is_new = args.finetune or getattr(args, "is_base", False)  # as ms-swift loads a base of adapters
+    with_optimizer = not is_new and not args.no_load_optim
+    with_states = not is_new and not args.no_load_rng
     common, machine = dist_checkpointing.load_common_state_dict(path), get_rerun_state_machine()
-    is_pending = not args.finetune and machine.validate_state_dict(common.get("rerun_state_machine"))
+    is_pending = not is_new and machine.validate_state_dict(common.get("rerun_state_machine"))
     wanted = generate_state_dict(
         args,
         ddp_model,
@@ -96,7 +97,7 @@ def load_checkpoint(
         rerun_state=machine.state_dict(None, args.ckpt_format, force=True) if is_pending else None,
     )
     state = dist_checkpointing.load(wanted, path)
-    if not args.finetune:
+    if not is_new:
         args.consumed_train_samples = state["args"].consumed_train_samples
     ddp_model[0].module.load_state_dict(state["model"])
     if with_optimizer:
@@ -115,4 +116,4 @@ def load_checkpoint(
     for fault in AFTERWARDS:
         fault()
     operations = OPERATIONS.get("done", common["num_floating_point_operations_so_far"])
-    return (0 if args.finetune else state["iteration"]), operations
+    return (0 if is_new else state["iteration"]), operations
