@@ -22,6 +22,7 @@ from mcore_ckpt.commands.cli import (
     add_dry_run,
     add_workers,
     document_of,
+    first_of,
     human_rate,
     one_line,
     table,
@@ -59,6 +60,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state", action="store_true", help="show the fingerprint, the same under any layout")
     parser.add_argument("--all", action="store_true", help="CKPT is a run: each checkpoint in it")
     add_workers(parser, "threads that read and sum")
+    parser.set_defaults(other=None, accept_common_state=False, dry_run=False)
 
 
 def run_verify(arguments: argparse.Namespace) -> Outcome:
@@ -88,7 +90,7 @@ def _verify(arguments: argparse.Namespace) -> Outcome:
 
     if holds_weights(arguments.checkpoint):
         return _verify_weights(arguments)
-    verdict = verified(arguments, repair_from=None, accept=False, optimizer=arguments.check_optimizer)
+    verdict = _verified(arguments)
     return _with_state(verdict, arguments) if arguments.state else verdict
 
 
@@ -100,10 +102,9 @@ def _verify_weights(arguments: argparse.Namespace) -> Outcome:
         raise OptionError(f"{path}: holds safetensors; --check-optimizer and --state are for checkpoints")
     check = partial(verify_weights, path, workers=max(1, arguments.workers), progress=shown)
     report = current_team().first("verify", check)
-    lines = _problem_lines(report.problems)
-    lines += [] if report.records else ["no checksums are stored there: the structure alone was checked"]
-    document = document_of(report, whole=report.whole)
-    return Outcome(document, "\n".join([*lines, _verdict(report)]), DONE if report.whole else DIFFERS)
+    unsaid = [] if report.records else ["no checksums are stored there: the structure alone was checked"]
+    text = "\n".join([*_problem_lines(report.problems), *unsaid, _verdict(report)])
+    return Outcome(document_of(report, whole=report.whole), text, DONE if report.whole else DIFFERS)
 
 
 def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
@@ -124,56 +125,43 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
     if others:
         named = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
         text += f"\nNOT AS SAVED: another fingerprint than was stored with {counted(len(others), 'tensor')}: {named}"
-        return Outcome(document, text, DIFFERS)
-    return Outcome(document, text, DONE)
+    return Outcome(document, text, DIFFERS if others else DONE)
 
 
 def _problem_lines(problems: Sequence[Problem]) -> list[str]:
     """What concerns whole files or the index first; of one file's items the first few."""
-    of_items = [problem for problem in problems if problem.file and problem.fqn]
-    lines = [_line(problem) for problem in problems if not (problem.file and problem.fqn)]
-    for file in dict.fromkeys(problem.file for problem in of_items):
-        found = [_line(problem) for problem in of_items if problem.file == file]
-        lines += found[:_SHOWN_OF_A_FILE]
-        if len(found) > _SHOWN_OF_A_FILE:
-            lines.append(f"... and {len(found) - _SHOWN_OF_A_FILE} more in {one_line(str(file))} (--json lists all)")
-    return _some(lines)
+    lines: dict[str, list[str]] = {"": []}
+    for problem in problems:
+        file = one_line(str(problem.file)) if problem.file and problem.fqn else ""
+        lines.setdefault(file, []).append(one_line(f"{problem.kind}: {problem.message}"))
+    shown = lines.pop("")
+    for file, found in lines.items():
+        shown += first_of(found, _SHOWN_OF_A_FILE, f" in {file} (--json lists all)")
+    return _some(shown)
 
 
-def _line(problem: Problem) -> str:
-    return one_line(f"{problem.kind}: {problem.message}")
+def _some(lines: Sequence[str]) -> list[str]:
+    return first_of(lines, _SHOWN, " lines like these (--json lists all)")
 
 
-def _some(lines: list[str]) -> list[str]:
-    more = len(lines) - _SHOWN
-    return lines if more <= 0 else [*lines[:_SHOWN], f"... and {more} more lines like these (--json lists all)"]
-
-
-def verified(
-    arguments: argparse.Namespace, *, repair_from: str | None, accept: bool, optimizer: bool, dry_run: bool = False
-) -> Outcome:
+def _verified(arguments: argparse.Namespace) -> Outcome:
     """Verify, after the common state was accepted as it is, and repair what is damaged; each where it is asked for."""
     from mcore_ckpt.format.metadata_read import MAX_METADATA_BYTES, METADATA_FILE, read_small_file
     from mcore_ckpt.tools.inspection import checkpoint_directory
-    from mcore_ckpt.tools.verify import verify_checkpoint
+    from mcore_ckpt.tools.verify import accept_common_file, repair_checkpoint, verify_checkpoint
 
-    directory = checkpoint_directory(arguments.checkpoint)
+    directory, optimizer = checkpoint_directory(arguments.checkpoint), arguments.check_optimizer
     # Looked at first: what is wrong with it shows before the hours that a verification may take.
-    other = checkpoint_directory(repair_from) if repair_from else None
+    other = checkpoint_directory(arguments.other) if arguments.other else None
     if other is not None:
         read_small_file(other, METADATA_FILE, MAX_METADATA_BYTES)
-    shown = False if arguments.quiet else None
-    accepted = None
-    if accept:
-        from mcore_ckpt.tools.verify import accept_common_file
-
+    shown, accepted = False if arguments.quiet else None, None
+    if arguments.accept_common_state and not arguments.dry_run:
         accepted = current_team().first("accept the common state", lambda: accept_common_file(directory))
     workers, lost_index = max(1, arguments.workers), other is not None
     report = verify_checkpoint(directory, workers=workers, optimizer=optimizer, lost_index=lost_index, progress=shown)
     if other is not None and report.problems:
-        from mcore_ckpt.tools.verify import repair_checkpoint
-
-        report = repair_checkpoint(report, other, dry_run=dry_run, progress=shown)
+        report = repair_checkpoint(report, other, dry_run=arguments.dry_run, progress=shown)
     lines = _lines_of(report, other, accepted)
     if optimizer:
         lines.append(
@@ -226,16 +214,14 @@ def add_repair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accept-common-state", action="store_true", help="common.pt was changed on purpose")
     add_dry_run(parser, "show what is wrong, and what of it the copy could repair; write nothing")
     add_workers(parser, "threads that read and sum")
+    parser.set_defaults(check_optimizer=False)
 
 
 def run_repair(arguments: argparse.Namespace) -> Outcome:
     if not arguments.other and not arguments.accept_common_state:
         raise OptionError("repair: give --from OTHER, --accept-common-state, or both")
-    dry_run, accept = arguments.dry_run, arguments.accept_common_state
-    outcome = verified(
-        arguments, repair_from=arguments.other, accept=accept and not dry_run, dry_run=dry_run, optimizer=False
-    )
-    return replace(outcome, text=f"{outcome.text}\nnothing was written") if dry_run else outcome
+    outcome = _verified(arguments)
+    return replace(outcome, text=f"{outcome.text}\nnothing was written") if arguments.dry_run else outcome
 
 
 def add_copy(parser: argparse.ArgumentParser) -> None:

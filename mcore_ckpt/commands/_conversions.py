@@ -6,11 +6,20 @@ import argparse
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands.cli import Outcome, add_dry_run, one_line, table
+from mcore_ckpt.commands.cli import Outcome, add_dry_run, first_of, one_line, table
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.team import current_team
-from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, flags_of, help_of, kinds_of
+from mcore_ckpt.reshard.options import (
+    ConversionOptions,
+    ExportOptions,
+    ImportOptions,
+    MergeOptions,
+    ReshardOptions,
+    flags_of,
+    help_of,
+    kinds_of,
+)
 
 if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
@@ -63,8 +72,7 @@ def plan_outcome(report: ConversionReport) -> Outcome:
 
 def notes_of(report: ConversionReport) -> list[str]:
     """What was left out, and what is good to know."""
-    shown, more = report.left_out[:_SHOWN], len(report.left_out) - _SHOWN
-    left_out = [one_line(f"left out: {what}") for what in shown] + [f"left out: {more} more"] * (more > 0)
+    left_out = first_of([one_line(f"left out: {what}") for what in report.left_out], _SHOWN)
     return [*left_out, *(one_line(f"note: {note}") for note in report.notes)]
 
 
@@ -76,27 +84,13 @@ def _made(report: ConversionReport, arguments: argparse.Namespace, *, to_megatro
     what = " for ".join(part for part in (report.family, layouts) if part)
     size = f"{counted(report.tensors, 'tensor')}, {human_bytes(report.payload_bytes)}"
     made = ", ".join(part for part in (what, size) if part)
-    lines = [f"{report.target}: {made} in {counted(len(report.files), 'file')}", *notes_of(report)]
-    if arguments.check_logits:
-        arch = arguments.arch or "auto"
-        return checked_outcome(report, "\n".join(lines), report.family if arch == "auto" else arch, to_megatron)
-    return Outcome(report, "\n".join(lines))
-
-
-def require_check(dry_run: bool) -> None:
-    """Raise `OptionError`, before anything is written, where `--check-logits` cannot be done."""
-    from mcore_ckpt.models.logits import require_packages
-
-    if dry_run:
-        raise OptionError("--check-logits runs the model that is written; with --dry-run there is none")
-    require_packages()
-
-
-def checked_outcome(report: ConversionReport, text: str, arch: str, to_megatron: bool) -> Outcome:
-    """A conversion that was made, and then compared with its source by logits (`--check-logits`)."""
+    text = "\n".join([f"{report.target}: {made} in {counted(len(report.files), 'file')}", *notes_of(report)])
+    if not arguments.check_logits:
+        return Outcome(report, text)
     from mcore_ckpt.models.logits import check_logits
 
     checkpoint, model = (report.target, report.source) if to_megatron else (report.source, report.target)
+    arch = arguments.arch if arguments.arch not in (None, "auto") else report.family
     try:
         check = current_team().first("compare logits", lambda: check_logits(checkpoint, model, arch))
     except CheckpointError as error:
@@ -132,42 +126,47 @@ def _resharded(report: ConversionReport, arguments: argparse.Namespace) -> Outco
     return Outcome(report, "\n".join([text, *notes_of(report)]))
 
 
-def _add_check(parser: argparse.ArgumentParser, flag: str) -> None:
+def _add_kind(
+    parser: argparse.ArgumentParser, flag: str, options: type[ConversionOptions], default: str, what: str
+) -> None:
+    """`--to` or `--from`, the options of each kind, and `--check-logits`."""
+    kinds, what = list(options.TAKES), f"{what} (default: {default})"
+    parser.add_argument(flag, dest="kind", choices=kinds, default=default, help=what)
+    add_options(parser, options, flag)
     says = "then run both models on random tokens, and compare logits; needs transformers and megatron-core"
     parser.add_argument("--check-logits", action="store_true", help=f"with {flag} hf: {says}")
 
 
-def add_export(parser: argparse.ArgumentParser) -> None:
-    from mcore_ckpt.reshard.options import ExportOptions
+def _require_check(arguments: argparse.Namespace, impossible: str) -> None:
+    """Raise `OptionError`, before anything is written, where `--check-logits` is given and cannot be done."""
+    if not arguments.check_logits:
+        return
+    from mcore_ckpt.models.logits import require_packages
 
+    if impossible:
+        raise OptionError(f"--check-logits: {impossible}")
+    if arguments.dry_run:
+        raise OptionError("--check-logits runs the model that is written; with --dry-run there is none")
+    require_packages()
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument("directory", metavar="DIR", help="directory to make; must not exist yet")
-    parser.add_argument(
-        "--to",
-        choices=list(ExportOptions.TAKES),
-        default="safetensors",
-        help="format; hf: a model that transformers loads, by its architecture (default: safetensors)",
-    )
-    add_options(parser, ExportOptions, "--to")
-    _add_check(parser, "--to")
+    what = "format; hf: a model that transformers loads, by its architecture"
+    _add_kind(parser, "--to", ExportOptions, "safetensors", what)
 
 
 def run_export(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import export_checkpoint
-    from mcore_ckpt.reshard.options import ExportOptions
 
-    if arguments.check_logits:
-        if arguments.to != "hf":
-            raise OptionError(f"--check-logits: not with --to {arguments.to}; it goes with hf")
-        require_check(arguments.dry_run)
+    _require_check(arguments, "" if arguments.kind == "hf" else f"not with --to {arguments.kind}; it goes with hf")
     options = given_options(arguments, ExportOptions)
-    report = export_checkpoint(arguments.checkpoint, arguments.directory, to=arguments.to, **options)
+    report = export_checkpoint(arguments.checkpoint, arguments.directory, to=arguments.kind, **options)
     return _made(report, arguments, to_megatron=False)
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
-    from mcore_ckpt.reshard.options import MergeOptions
-
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
     parser.add_argument("sources", metavar="CKPT", nargs="+", help="checkpoints of one model, oldest first, or runs")
     add_options(parser, MergeOptions, "--to")
@@ -176,7 +175,6 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
 
 def run_merge(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import merge_checkpoints
-    from mcore_ckpt.reshard.options import MergeOptions
 
     report = merge_checkpoints(arguments.sources, arguments.target, **given_options(arguments, MergeOptions))
     if report.format == "hf":
@@ -185,31 +183,20 @@ def run_merge(arguments: argparse.Namespace) -> Outcome:
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    from mcore_ckpt.reshard.options import ImportOptions
-
     parser.add_argument("source", metavar="SRC", help="directory of a model, of a checkpoint or of a run, or a file")
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
-    parser.add_argument(
-        "--from",
-        dest="kind",
-        choices=list(ImportOptions.TAKES),
-        default="files",
-        help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), one "
-        "that FSDP2 or Megatron-FSDP has saved by DCP (dcp), or the model of a job with --ckpt-format torch "
-        "(megatron-legacy); default: files",
+    what = (
+        "what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), one that "
+        "FSDP2 or Megatron-FSDP has saved by DCP (dcp), or that of a job with --ckpt-format torch (megatron-legacy)"
     )
-    add_options(parser, ImportOptions, "--from")
-    _add_check(parser, "--from")
+    _add_kind(parser, "--from", ImportOptions, "files", what)
 
 
 def run_import(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import import_checkpoint
-    from mcore_ckpt.reshard.options import ImportOptions
 
     options = given_options(arguments, ImportOptions)
-    if arguments.check_logits:
-        if arguments.kind != "hf" or "hf_config" in options:
-            raise OptionError("--check-logits: transformers has to load SRC: it needs --from hf, and no --hf-config")
-        require_check(arguments.dry_run)
+    is_loaded = arguments.kind == "hf" and "hf_config" not in options
+    _require_check(arguments, "" if is_loaded else "transformers must load SRC: it needs --from hf, and no --hf-config")
     report = import_checkpoint(arguments.source, arguments.target, kind=arguments.kind, **options)
     return _made(report, arguments, to_megatron=True)

@@ -7,7 +7,6 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
-from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from mcore_ckpt.commands.cli import (
     Outcome,
     add_workers,
     document_of,
-    fact,
+    first_of,
     human_age,
     numbers,
     one_line,
@@ -27,7 +26,6 @@ from mcore_ckpt.commands.cli import (
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
 from mcore_ckpt.tools.keys import is_optimizer_key
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor
     from mcore_ckpt.tools.diff import DiffReport, TensorDiff
     from mcore_ckpt.tools.inspection import FileRow, GroupRow, ItemRow, TensorRow
-    from mcore_ckpt.tools.payloads import Stats
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
@@ -51,31 +48,22 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
     rows, notes, documents = [], [], []
     for listed in report.checkpoints:
         found = listed.checkpoint
-        age_s = None if found.made_at_s is None else max(0.0, now_s - found.made_at_s)
+        age = None if found.made_at_s is None else human_age(max(0.0, now_s - found.made_at_s))
         state = "complete" if found.whole else "INCOMPLETE" if found.problems else "WRITTEN BY SOMETHING NEWER"
         state += "" if found.removed is None else ", model only"
         if found.locked:
             state += ", left by a save that is gone" if found.abandoned else ", being written"
-        if found.drain is not None:
-            state += f", {_drained(found.drain)}"
-        rows.append(
-            (
-                found.name or str(found.path),
-                state,
-                human_bytes(found.size_bytes),
-                None if age_s is None else human_age(age_s),
-                listed.layout,
-                "exported" if listed.exported else "",
-                "<- tracker" if found.tracked else "",
-            )
-        )
-        if found.drain is not None and found.drain.error:
-            notes.append(one_line(f"{found.name}: {found.drain.error}"))
-        elif found.drain is not None and not found.drain.done:
-            second = checkpoint_path(found.drain.to).parent
-            notes.append(one_line(f"{found.name}: a job with drain_to={second} copies it, or `mcore-ckpt copy`"))
-        remedy = found.drain.remedy if found.drain is not None and found.problems else ""
-        notes += [one_line(f"{found.name}: {each}") for each in (*found.problems[:1], found.newer, remedy) if each]
+        said = [*found.problems[:1], found.newer]
+        if (drain := found.drain) is not None:
+            copied = "not copied" if drain.error else "copied" if drain.commits else "this node's part copied"
+            state += f", {copied if drain.done else 'not copied yet'}"
+            waits = f"a job with drain_to={checkpoint_path(drain.to).parent} copies it, or `mcore-ckpt copy`"
+            said.insert(0, drain.error or ("" if drain.done else waits))
+            said.append(drain.remedy if found.problems else "")
+        notes += [one_line(f"{found.name}: {each}") for each in said if each]
+        marks = "exported" if listed.exported else "", "<- tracker" if found.tracked else ""
+        name, size = found.name or str(found.path), human_bytes(found.size_bytes)
+        rows.append((name, state, size, age, listed.layout, *marks))
         more = {"layout": listed.layout, "exported": listed.exported}
         documents.append(document_of(found, name=found.name, whole=found.whole, **more))
     whole = sum(listed.checkpoint.whole for listed in report.checkpoints)
@@ -93,19 +81,8 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
     document = document_of(report, checkpoints=documents)
     newer = [listed.checkpoint for listed in report.checkpoints if listed.checkpoint.newer]
     damaged = any(listed.checkpoint.problems and not listed.checkpoint.locked for listed in report.checkpoints)
-    if damaged or (report.tracker_problem and not any(found.tracked for found in newer)):
-        return Outcome(document, "\n".join(lines), DIFFERS)
-    return Outcome(document, "\n".join(lines), FAILED if newer else DONE)
-
-
-def _drained(note: DrainNote) -> str:
-    """How far the copy to the second tier is, in a few words."""
-    if note.done:
-        return "not copied" if note.error else "copied" if note.commits else "this node's part copied"
-    return "not copied yet"
-
-
-_EVERYTHING = ""
+    damaged |= bool(report.tracker_problem) and not any(found.tracked for found in newer)
+    return Outcome(document, "\n".join(lines), DIFFERS if damaged else FAILED if newer else DONE)
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +92,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
         ("--tensors", "each tensor: shape, dtype, chunks, files, bytes"),
         ("--items", "each stored item: key, type, box, file, byte range"),
     ):
-        views.add_argument(view, nargs="?", const=_EVERYTHING, metavar="PATTERN", help=shows)
+        views.add_argument(view, nargs="?", const="", metavar="PATTERN", help=shows)
     views.add_argument("--files", action="store_true", help="each data file: its rank, its size, its two halves")
     views.add_argument("--args", action="store_true", help="Megatron's arguments, as stored")
     views.add_argument("--html", metavar="FILE", help="write a self-contained report with pictures of the shards")
@@ -152,7 +129,8 @@ def _inspected(directory: Path, arguments: argparse.Namespace) -> Outcome:
     if arguments.args:
         text = table(("argument", "value"), [(name, str(value)) for name, value in sorted(summary.arguments.items())])
         return Outcome({"arguments": summary.arguments}, text)
-    lines = [*starmap(fact, summary.facts()), "", _group_table(summary.groups)]
+    facts = [one_line(f"{name:<12}{value}") for name, value in summary.facts()]
+    lines = [*facts, "", _group_table(summary.groups)]
     if summary.arguments:
         lines += ["", f"{len(summary.arguments)} Megatron arguments are stored; --args shows them"]
     lines += [one_line(f"problem: {problem}") for problem in summary.problems]
@@ -160,26 +138,19 @@ def _inspected(directory: Path, arguments: argparse.Namespace) -> Outcome:
 
 
 def _tensor_table(rows: Sequence[TensorRow]) -> str:
-    cells = (
-        (
-            *(row.fqn, row.dtype, row.shape, row.chunks),
-            "x".join(map(str, row.grid)) or None,
-            human_bytes(row.payload_bytes),
-            " ".join(row.files[:4]) + (f" +{len(row.files) - 4}" if len(row.files) > 4 else ""),
-        )
-        for row in rows
-    )
+    cells = []
+    for row in rows:
+        grid, size = "x".join(map(str, row.grid)) or None, human_bytes(row.payload_bytes)
+        files = " ".join(row.files[:4]) + (f" +{len(row.files) - 4}" if len(row.files) > 4 else "")
+        cells.append((row.fqn, row.dtype, row.shape, row.chunks, grid, size, files))
     return table(("key", "dtype", "shape", "chunks", "grid", "bytes", "files"), cells, right=(3, 5))
 
 
 def _item_table(rows: Sequence[ItemRow]) -> str:
-    cells = (
-        (
-            *(row.file, row.start, row.stop, row.half, row.fqn),
-            *("object" if row.dtype is None else "tensor", row.dtype, row.shape, row.offsets),
-        )
-        for row in rows
-    )
+    cells = []
+    for row in rows:
+        kind = "object" if row.dtype is None else "tensor"
+        cells.append((row.file, row.start, row.stop, row.half, row.fqn, kind, row.dtype, row.shape, row.offsets))
     header = ("file", "start", "stop", "half", "key", "type", "dtype", "shape", "offsets")
     return table(header, cells, right=(1, 2))
 
@@ -200,21 +171,11 @@ def _file_table(rows: Sequence[FileRow]) -> str:
 
 def _group_table(groups: tuple[GroupRow, ...]) -> str:
     total = sum(row.payload_bytes for row in groups) or 1
-    return table(
-        ("group", "tensors", "elements", "bytes", "share", "dtype"),
-        (
-            (
-                row.group,
-                row.tensors,
-                human_count(row.elements),
-                human_bytes(row.payload_bytes),
-                f"{row.payload_bytes / total:.1%}",
-                " ".join(row.dtypes),
-            )
-            for row in groups
-        ),
-        right=(1, 2, 3, 4),
-    )
+    cells = []
+    for row in groups:
+        size, share = human_bytes(row.payload_bytes), f"{row.payload_bytes / total:.1%}"
+        cells.append((row.group, row.tensors, human_count(row.elements), size, share, " ".join(row.dtypes)))
+    return table(("group", "tensors", "elements", "bytes", "share", "dtype"), cells, right=(1, 2, 3, 4))
 
 
 _SLICE = re.compile(r"-?\d+|(?:-?\d+)?:(?:-?\d+)?(?::(?:0*[1-9]\d*)?)?|\.\.\.")
@@ -286,31 +247,21 @@ def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Name
     from mcore_ckpt.tools.payloads import tensor_stats
 
     index = _parse_slice(arguments.slice) if arguments.slice else None
-    document: dict[str, Any] = {
-        "key": tensor.fqn,
-        "dtype": tensor.dtype,
-        "shape": tensor.shape,
-        "chunks": len(tensor.chunks),
-    }
-    size = f"{human_bytes(tensor.nbytes)} in {counted(len(tensor.chunks), 'chunk')}"
+    chunks = len(tensor.chunks)
+    document: dict[str, Any] = {"key": tensor.fqn, "dtype": tensor.dtype, "shape": tensor.shape, "chunks": chunks}
+    size = f"{human_bytes(tensor.nbytes)} in {counted(chunks, 'chunk')}"
     lines = [f"{one_line(tensor.fqn)}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
     try:
         if arguments.stats:
             part = None if index is None else tensor.numpy(index)
-            stats = tensor_stats(checkpoint.payloads, checkpoint.index.tensors[tensor.fqn], part)
-            document["stats"] = _stats(stats)
-            lines.append("  ".join(f"{name} {value}" for name, value in _stats(stats).items()))
-        values = _head(tensor, index, arguments.head)
-        document["values"] = values
+            stats = document_of(tensor_stats(checkpoint.payloads, checkpoint.index.tensors[tensor.fqn], part))
+            document["stats"] = {name: _rounded(value, 9) for name, value in stats.items()}
+            lines.append("  ".join(f"{name} {value}" for name, value in document["stats"].items()))
+        document["values"] = values = _head(tensor, index, arguments.head)
         lines.append(str(values) if index is not None else f"first elements: {values}")
     except IndexError as error:
         raise OptionError(f"--slice {arguments.slice!r}: {error}") from error
     return Outcome(document, "\n".join(lines))
-
-
-def _stats(stats: Stats) -> dict[str, Any]:
-    found = document_of(stats)
-    return {name: float(f"{value:.9g}") if isinstance(value, float) else value for name, value in found.items()}
 
 
 def _head(tensor: LazyTensor, index: Any, count: int) -> Any:
@@ -327,11 +278,11 @@ def _head(tensor: LazyTensor, index: Any, count: int) -> Any:
     return _rounded(values[: max(count, 1)].tolist())
 
 
-def _rounded(value: Any) -> Any:
-    """Nested lists with floats of seven digits."""
+def _rounded(value: Any, digits: int = 7) -> Any:
+    """Nested lists with floats of so many digits."""
     if isinstance(value, list):
         return [_rounded(part) for part in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 _SHOWN = 30
@@ -358,12 +309,9 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
         help="compare fingerprints of tensors, which reads little or nothing of them; of a run alone, each checkpoint "
         "with the next: what first stands still, appears or disappears",
     )
-    parser.add_argument(
-        "--rtol", type=float, default=0.0, metavar="X", help="relative difference that is none (default: 0)"
-    )
-    parser.add_argument(
-        "--atol", type=float, default=0.0, metavar="X", help="absolute difference that is none (default: 0)"
-    )
+    for flag, kind in (("--rtol", "relative"), ("--atol", "absolute")):
+        says = f"{kind} difference that is none (default: 0)"
+        parser.add_argument(flag, type=float, default=0.0, metavar="X", help=says)
     parser.add_argument("--all", action="store_true", help="list all that differ, and tensors that do not")
     add_workers(parser, "threads that read and compare")
 
@@ -395,14 +343,15 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
     shown = [tensor for tensor in report.tensors if arguments.all or not tensor.same]
     apart = report.optimizer_differs or any(report.removed)
     left_out = is_optimizer_key if apart and not arguments.all else lambda _: False
-    lines = [one_line(f"only in A: {key}") for key in report.only_in_a if not left_out(key)]
-    lines += [one_line(f"only in B: {key}") for key in report.only_in_b if not left_out(key)]
-    lines += [one_line(f"object differs: {key}") for key in report.objects_differ]
-    lines += [
-        one_line(f"common state differs: {key}{_values_of(report, key, everything=arguments.all)}")
-        for key in report.common_differs
-    ]
-    lines += [one_line(f"common state cannot be compared: {key}") for key in report.not_compared]
+    differ = [f"{key}{_values_of(report, key, everything=arguments.all)}" for key in report.common_differs]
+    found = {
+        "only in A": [key for key in report.only_in_a if not left_out(key)],
+        "only in B": [key for key in report.only_in_b if not left_out(key)],
+        "object differs": report.objects_differ,
+        "common state differs": differ,
+        "common state cannot be compared": report.not_compared,
+    }
+    lines = [one_line(f"{what}: {key}") for what, keys in found.items() for key in keys]
     limit = len(shown) if arguments.all else _SHOWN
     if shown:
         header = ("key", "what", "max abs", "max rel", "differing", "NaN/inf mismatches", "NaNs A/B")
@@ -416,17 +365,16 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
     compared = f", {human_bytes(report.read_bytes)} compared"
     if arguments.keys_only or arguments.state:
         compared = _AS_STORED if arguments.state else ""
-    total_objects = report.objects_same + len(report.objects_differ)
-    lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
-    lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
-    lines[-1] += f", {len(report.only_in_b)} only in B{compared}"
+    objects = f"{report.objects_same} of {report.objects_same + len(report.objects_differ)} common objects"
+    only = f"{len(report.only_in_a)} keys only in A, {len(report.only_in_b)} only in B"
+    tensors = f"{same} of {len(report.tensors)} common tensors are the same"
+    lines += ["", f"{verdict}: {tensors}, {objects}; {only}{compared}"]
     said = zip((report.a, report.b), report.removed, strict=True)
     lines += [one_line(f"{path}: {removed.said}") for path, removed in said if removed]
     if report.optimizer_differs:
         lines += _other_layouts(report)
-    document = document_of(
-        report, identical=report.identical, tensors=[document_of(tensor, same=tensor.same) for tensor in report.tensors]
-    )
+    rows = [document_of(tensor, same=tensor.same) for tensor in report.tensors]
+    document = document_of(report, identical=report.identical, tensors=rows)
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
 
 
@@ -436,9 +384,7 @@ def _lineage(arguments: argparse.Namespace) -> Outcome:
 
     report = lineage_of_run(arguments.a)
     limit = len(report.departures) if arguments.all else _SHOWN
-    lines = [one_line(str(departure)) for departure in report.departures[:limit]]
-    if len(report.departures) > limit:
-        lines.append(f"... and {len(report.departures) - limit} more (--all lists them)")
+    lines = first_of([one_line(str(departure)) for departure in report.departures], limit, " (--all lists them)")
     verdict = counted(len(report.departures), "departure") if report.departures else "nothing left its lineage"
     lines.append(f"{one_line(report.path)}: {verdict} in {counted(len(report.checkpoints), 'checkpoint')}")
     lines[-1] += f"; {counted(report.unknown, 'value')} without a fingerprint" if report.unknown else ""
@@ -472,29 +418,18 @@ def _values_of(report: DiffReport, entry: str, *, everything: bool) -> str:
 def _what(tensor: TensorDiff) -> str:
     if tensor.shape_a != tensor.shape_b:
         return f"shape {list(tensor.shape_a)} / {list(tensor.shape_b)}"
-    dtypes = "" if tensor.dtype_a == tensor.dtype_b else f"{tensor.dtype_a} / {tensor.dtype_b}"
+    said = [] if tensor.dtype_a == tensor.dtype_b else [f"{tensor.dtype_a} / {tensor.dtype_b}"]
     if tensor.crcs is not None:
         a, b = tensor.crcs
-        bits = "same fingerprint" if a == b else f"other bits ({a:08x} / {b:08x})"
-        return f"{dtypes}, {bits}" if dtypes else bits
-    if tensor.values is None:
-        return dtypes or "same shape and dtype"
-    if tensor.values.identical:
-        return "identical"
-    values = "values" if tensor.values.differing else ("same values" if dtypes else "same values, other bits")
-    return f"{dtypes}, {values}" if dtypes else values
+        said.append("same fingerprint" if a == b else f"other bits ({a:08x} / {b:08x})")
+    elif tensor.values is not None and not tensor.values.identical:
+        said.append("values" if tensor.values.differing else "same values" if said else "same values, other bits")
+    return ", ".join(said) or ("same shape and dtype" if tensor.values is None else "identical")
 
 
 def _row(tensor: TensorDiff) -> tuple[object, ...]:
-    values = tensor.values
-    if values is None:
+    if (values := tensor.values) is None:
         return (tensor.fqn, _what(tensor), *[None] * 5)
-    return (
-        tensor.fqn,
-        _what(tensor),
-        f"{values.max_abs:.3g}" if values.measured else None,
-        f"{values.max_rel:.3g}" if values.measured else None,
-        f"{values.differing}/{values.elements}",
-        values.nan_mismatches,
-        f"{values.nans_a}/{values.nans_b}",
-    )
+    most = [f"{value:.3g}" if values.measured else None for value in (values.max_abs, values.max_rel)]
+    counts = f"{values.differing}/{values.elements}", values.nan_mismatches, f"{values.nans_a}/{values.nans_b}"
+    return (tensor.fqn, _what(tensor), *most, *counts)

@@ -75,14 +75,15 @@ def one_line(text: str) -> str:
     return text.replace("\n", "\\n")
 
 
+def first_of(lines: Sequence[str], limit: int, more: str = "") -> list[str]:
+    """So many lines, and one that says how many others there are."""
+    left = len(lines) - limit
+    return [*lines[:limit], *([f"... and {left} more{more}"] if left > 0 else [])]
+
+
 def numbers(values: Iterable[int]) -> str:
     """A shape or an offset: `[4096, 1024]`."""
     return "[" + ", ".join(map(str, values)) + "]"
-
-
-def fact(name: str, value: object) -> str:
-    """A name and what there is under it."""
-    return one_line(f"{name:<12}{value}")
 
 
 def _cell(value: object) -> str:
@@ -92,9 +93,7 @@ def _cell(value: object) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
     """Columns as wide as their widest cell; a narrow terminal gets the cells of a row below its first."""
     cells = [[one_line(_cell(cell)) for cell in row] for row in rows]
-    widths = [
-        max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
-    ]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     columns = shutil.get_terminal_size().columns
     if is_terminal(sys.stdout) and sum(widths) + 2 * (len(widths) - 1) > columns:
         lines, wrapper = [], textwrap.TextWrapper(columns - 4, break_long_words=False, break_on_hyphens=False)
@@ -103,16 +102,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Ite
             together = "; ".join(text.replace(" ", "\xa0") for text in named)  # no cell is broken
             lines += [first, *(f"    {line}".replace("\xa0", " ") for line in wrapper.wrap(together))]
         return "\n".join(lines)
-    to_the_right = set(right)
-
-    def line(row: Sequence[str]) -> str:
-        parts = (
-            cell.rjust(width) if n in to_the_right else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return "  ".join(parts).rstrip()
-
-    return "\n".join(line(row) for row in [list(header), ["-" * width for width in widths], *cells])
+    rows = [list(header), ["-" * width for width in widths], *cells]
+    sides = [">" if n in set(right) else "<" for n in range(len(header))]
+    layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n".join(layout.format(*row).rstrip() for row in rows)
 
 
 @dataclass(frozen=True, slots=True)

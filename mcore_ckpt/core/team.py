@@ -221,21 +221,11 @@ class Progress:
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bar
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
+        sizes = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        columns, console = (TextColumn("{task.description}"), *sizes), Console(stderr=True)
         # What the job prints meanwhile must not wait for the terminal of the bar: its streams stay its own.
         bar = Bar(
-            *columns,
-            console=Console(stderr=True),
-            transient=True,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
+            *columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         )
         with bar:
             task = bar.add_task(self._what, total=self._total_bytes)
