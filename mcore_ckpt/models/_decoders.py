@@ -1,21 +1,20 @@
-"""What families of decoders share: rows of parameters, and settings."""
+"""What families of decoders share, by groups: rows of parameters, settings, and rules."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_ckpt.models._rules import rules
 from mcore_ckpt.models._settings import Setting, if_any, layer_count, negated, number
-from mcore_ckpt.models._table import PREDICTING, Family, Part, Row
+from mcore_ckpt.models._table import PREDICTING, Part, Row, Rule
 
 _HERE, _THERE = "decoder.layers.{layer}.", "model.layers.{layer}."
 EXPERTS = "mlp.experts.experts.{expert}."
 
 
-def row(megatron: str, *parts: str, how: str = "same", when: str = "", engine: str | None = None) -> Row:
+def row_of(megatron: str, *parts: str, how: str = "same", when: str = "", engine: str | None = None) -> Row:
     """A row of what Megatron calls `megatron`, and of parts of Hugging Face: `lm_head.weight [vocab, hidden]`, or
     `[experts, expert ffn x 2]`. `when` are words with commas.
     """
@@ -31,13 +30,13 @@ def _part(text: str) -> Part:
 def in_layer(megatron: str, *parts: str, how: str = "same", when: str = "", engine: str | None = None) -> Row:
     """A row of each layer; keys begin in the layer."""
     keys = [_THERE + part for part in parts]
-    return row(_HERE + megatron, *keys, how=how, when=when, engine=None if engine is None else _HERE + engine)
+    return row_of(_HERE + megatron, *keys, how=how, when=when, engine=None if engine is None else _HERE + engine)
 
 
 EMBEDDING = (
-    row("embedding.word_embeddings.weight", "model.embed_tokens.weight [vocab, hidden]", how="vocabulary"),
-    row("decoder.final_layernorm.weight", "model.norm.weight [hidden]"),
-    row("output_layer.weight", "lm_head.weight [vocab, hidden]", how="vocabulary", when="untied"),
+    row_of("embedding.word_embeddings.weight", "model.embed_tokens.weight [vocab, hidden]", how="vocabulary"),
+    row_of("decoder.final_layernorm.weight", "model.norm.weight [hidden]"),
+    row_of("output_layer.weight", "lm_head.weight [vocab, hidden]", how="vocabulary", when="untied"),
 )
 """A model with a tied embedding has no output layer of its own."""
 
@@ -100,10 +99,10 @@ def predicting(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     own = (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm"))
     return (
         *rows,
-        *(row(f"{PREDICTING}{name}.weight", f"{_THERE}{there}.weight [hidden]") for name, there in own),
-        row(f"{PREDICTING}eh_proj.weight", f"{_THERE}eh_proj.weight [hidden, embedding and hidden]"),
-        row("embedding.word_embeddings.weight", f"{_THERE}embed_tokens.weight [vocab, hidden]", how="copy"),
-        row("output_layer.weight", f"{_THERE}shared_head.head.weight [vocab, hidden]", how="copy", when="untied"),
+        *(row_of(f"{PREDICTING}{name}.weight", f"{_THERE}{there}.weight [hidden]") for name, there in own),
+        row_of(f"{PREDICTING}eh_proj.weight", f"{_THERE}eh_proj.weight [hidden, embedding and hidden]"),
+        row_of("embedding.word_embeddings.weight", f"{_THERE}embed_tokens.weight [vocab, hidden]", how="copy"),
+        row_of("output_layer.weight", f"{_THERE}shared_head.head.weight [vocab, hidden]", how="copy", when="untied"),
         *(
             replace(
                 one, megatron=one.megatron.replace(_HERE, layer), engine=one.engine and one.engine.replace(_HERE, layer)
@@ -237,7 +236,38 @@ LATENT_SETTINGS = (
 )
 
 BUFFERS = (r"\.rotary_emb\.inv_freq$",)
-DECODER_RULES = rules("decoder", "layers alike", "rotary")
 SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
-DECODER = functools.partial(Family, settings=DECODER_SETTINGS, rules=DECODER_RULES, allowed=SILU, derived=BUFFERS)
-"""A family of decoders with rotary embedding, RMS norms and a gated MLP, but for what it says otherwise."""
+
+
+class Group(NamedTuple):
+    """Rows, settings and rules that go together; `defaults` of a decoder, whose activation is SiLU unless said."""
+
+    rows: tuple[Row, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    defaults: Mapping[str, Any] = {}
+
+
+GROUPS: Mapping[str, Group] = {
+    "decoder": Group((), DECODER_SETTINGS, rules("decoder", "layers alike"), DECODER_DEFAULTS),
+    "sizes": Group((), SIZES),
+    "rms norm": Group((), EPSILON),
+    "decoder layers": Group((), (), rules("decoder"), DECODER_DEFAULTS),
+    "embedding": Group(EMBEDDING),
+    "attention": Group(ATTENTION),
+    "latent attention": Group(LATENT_ATTENTION, LATENT_SETTINGS, rules("latent attention")),
+    "qkv bias": Group(QKV_BIAS),
+    "qk norm": Group(QK_NORM),
+    "mlp": Group(DENSE_MLP),
+    "experts": Group(GATED_EXPERTS, (INNER_OF_EXPERTS, CHOSEN_EXPERTS)),
+    "shared experts": Group(SHARED_EXPERTS, (), rules("shared experts")),
+    "sigmoids": Group((ROUTER_BIAS,), (ROUTED_EXPERTS,), rules("scaled weights", "sigmoids")),
+    **{
+        name: Group(rules=rules(name))
+        for name in (
+            *("rotary", "partly rotary", "yarn", "layers without positions", "window", "window of some layers"),
+            *("heads", "layers alike", "first dense layers", "listed dense layers", "multi-token prediction"),
+        )
+    },
+}
+"""What a file names in `groups`. Groups that depend on others stand behind them."""

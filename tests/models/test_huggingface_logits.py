@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.models import _family_files
+from mcore_ckpt.models import _families
 from mcore_ckpt.models._families import FAMILIES, family_named
 from mcore_ckpt.models._table import Naming, relate
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
@@ -355,7 +355,7 @@ def test_a_user_can_check_a_conversion_of_his_own(
     assert check["difference"] < TOLERANCE * check["scale"]
 
     table = (tmp_path / "own.toml", imported(CASE_BY_NAME["smollm3"], Parallel(), models))
-    shutil.copy(Path(_family_files.__file__).parent / "families" / "smollm3.toml", table[0])
+    shutil.copy(Path(_families.__file__).parent / "families" / "smollm3.toml", table[0])
     words = ["export", str(table[1]), str(tmp_path / "own"), "--to", "hf", "--arch", str(table[0]), "--check-logits"]
     assert main(words) == 0
     assert "the same model" in capsys.readouterr().out
