@@ -1,7 +1,7 @@
 """The front door: checkpoints to the formats of others, and from them.
 
 Each kind of source or target is thought through to a `Conversion` by a module of its own: those with knowledge of
-models (`_huggingface`, `_megatron_fsdp`, `_legacy`), and here conversions of tensors under their keys:
+models (`_huggingface`, `_megatron_formats`), and here conversions of tensors under their keys:
 safetensors, torch files, plain DCP checkpoints.
 """
 
@@ -37,8 +37,7 @@ from mcore_ckpt.models._foreign import (
     read_weight_index,
 )
 from mcore_ckpt.models._huggingface import export_model, import_model
-from mcore_ckpt.models._legacy import legacy_import
-from mcore_ckpt.models._megatron_fsdp import import_fsdp
+from mcore_ckpt.models._megatron_formats import import_fsdp, legacy_import
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, convert, in_dtype
 from mcore_ckpt.reshard.merge import merged
 from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, MergeOptions, ReshardOptions, rename_keys
