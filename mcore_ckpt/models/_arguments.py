@@ -231,44 +231,30 @@ def contradictions(stored: Mapping[str, Any], family: Mapping[str, Any]) -> list
 
 # Megatron's arguments that some Megatron-LM from 0.12 to 0.19 does not take with `--use-checkpoint-args`, with what a
 # job has without the option. `yarn_*` are of YaRN outside of latent attention, and options from 0.19 on.
-_LAUNCH_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "norm_epsilon": 1e-5,
-    "apply_layernorm_1p": False,
-    "bias_gelu_fusion": True,
-    "qk_layernorm": False,
-    "window_size": None,
-    "window_attn_skip_freq": None,
-    "softmax_type": "vanilla",
-    "quick_geglu": False,
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
-    "rotary_seq_len_interpolation_factor": None,
-    "use_rope_scaling": False,
     "rope_scaling_factor": 8.0,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-    "moe_router_topk_scaling_factor": None,
-    "moe_shared_expert_gate": False,
-    "mtp_num_layers": None,
-    "multi_latent_attention": False,
-    "q_lora_rank": None,
     "kv_lora_rank": 32,
-    "qk_head_dim": 128,
+    **dict.fromkeys(("qk_head_dim", "v_head_dim"), 128),
     "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "rope_type": None,
-    "rotary_scaling_factor": 1.0,
-    "mscale": 1.0,
+    **dict.fromkeys(("rotary_scaling_factor", "mscale", "yarn_rotary_scaling_factor"), 1.0),
     "mscale_all_dim": 0.0,
-    "yarn_rotary_scaling_factor": 1.0,
     "yarn_original_max_position_embeddings": 4096,
     "yarn_beta_fast": 32,
     "yarn_beta_slow": 1,
-    "yarn_mscale": None,
-    "yarn_mscale_all_dim": None,
     "yarn_correction_range_round_to_int": True,
+}
+_LAUNCH_DEFAULTS: Mapping[str, Any] = {
+    name: _DEFAULTS.get(name, next(iter(COMPUTATION[name]), None))  # mostly a value that changes nothing
+    for name in (
+        "norm_epsilon apply_layernorm_1p bias_gelu_fusion qk_layernorm window_size window_attn_skip_freq softmax_type "
+        "quick_geglu glu_linear_offset activation_func_clamp_value rotary_seq_len_interpolation_factor "
+        "use_rope_scaling rope_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_score_function "
+        "moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_shared_expert_gate mtp_num_layers "
+        "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+        "rotary_scaling_factor mscale mscale_all_dim yarn_rotary_scaling_factor yarn_original_max_position_embeddings "
+        "yarn_beta_fast yarn_beta_slow yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int"
+    ).split()
 }
 # Settings whose option `pretrain_gpt.py` parses without giving it to `GPTModel`, up to this Megatron-LM: with what it
 # builds, and with what the model calls it.

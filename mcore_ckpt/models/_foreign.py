@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import (
     CheckpointError,
@@ -64,7 +65,7 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import read_plain_object
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled, read_box
-from mcore_ckpt.tools.regrid import as_numbers
+from mcore_ckpt.tools.regrid import as_numbers, slabs
 
 # --- files: tensors found, checked and described as the index of a checkpoint is; read where they are needed
 
@@ -491,24 +492,30 @@ def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
     return names
 
 
-def refuse_another(payloads: StoredPayloads, key: str, embedding: str, said: str) -> None:
-    """Raise `OptionError` where an output layer that is to be tied to the embedding (as `said`) holds other values."""
-    entries = payloads.index.tensors[key], payloads.index.tensors[embedding]
-    differs = "it has another shape" if entries[0].shape != entries[1].shape else ""
-    rows, *own = entries[0].shape
-    step = max(1, _COMPARED_BYTES // max(1, math.prod(own) * 8))
-    for start in range(0, 0 if differs else rows, step):
-        sizes = (min(step, rows - start), *own)
-        found = [read_box(payloads, entry, (start, *(0 for _ in own)), sizes) for entry in entries]
-        if entries[0].dtype == entries[1].dtype:
+def where_other(payloads: StoredPayloads, key: str, other: str) -> str:
+    """Where two tensors hold other values, in words; empty if they are the same. Equal checksums tell that at once."""
+    entries = [payloads.index.tensors[name] for name in (key, other)]
+    shape, is_one_dtype = entries[0].shape, entries[0].dtype == entries[1].dtype
+    if shape != entries[1].shape:
+        return "it has another shape"
+    sums = {payloads.locate(entry, chunk).crc32 for entry in entries for chunk in entry.chunks}
+    if is_one_dtype and len(sums) == len(entries[0].chunks) == len(entries[1].chunks) == 1 and None not in sums:
+        return ""
+    for slab in slabs(Box((0,) * len(shape), shape), 8, _COMPARED_BYTES):
+        found = [read_box(payloads, entry, *slab) for entry in entries]
+        if is_one_dtype:
             same = found[0] == found[1]
         else:
             mine, theirs = (as_numbers(part, entry.dtype) for part, entry in zip(found, entries, strict=True))
             same = mine is not None and theirs is not None and bool((mine == theirs).all())
         if not same:
-            differs = f"first in rows [{start}, {start + sizes[0]})"
-            break
-    if differs:
+            return f"first in the slice at {list(slab.offsets)} of sizes {list(slab.sizes)}"
+    return ""
+
+
+def refuse_another(payloads: StoredPayloads, key: str, embedding: str, said: str) -> None:
+    """Raise `OptionError` where an output layer that is to be tied to the embedding (as `said`) holds other values."""
+    if differs := where_other(payloads, key, embedding):
         raise OptionError(
             f"{payloads.index.path}: {key} is not {embedding} ({differs}), though {said}: which of the two the model "
             "computes with is not known. Say that they are not tied, or remove the one that is not meant. Nothing was "

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry, object_key
-from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.state_file import StateFile, StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import FileTensor
@@ -51,6 +50,7 @@ from mcore_ckpt.models._foreign import (
     plan_optimizer,
     read_state,
     refuse_another,
+    where_other,
     without_wrappers,
 )
 from mcore_ckpt.models._settings import expert_layers_of
@@ -274,7 +274,6 @@ def carried_arguments(
 
 _MODEL_CHUNK = re.compile(r"model(\d{0,4})")
 _CARRIED = ("checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
-_WINDOW_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,25 +518,12 @@ def _put_together(
 def _check_same(payloads: FilePayloads, pairs: Iterable[tuple[_Parameter, _Parameter, str]]) -> None:
     """Raise `CorruptCheckpointError` where ranks differ in what all of them hold."""
     for first, other, key in pairs:
-        entry, its = (payloads.index.tensors[shard.base] for shard in (first, other))
-        one, two = payloads.locate(entry, entry.chunks[0]), payloads.locate(its, its.chunks[0])
-        if one.crc32 is not None and one.crc32 == two.crc32:
-            continue
-        for start in range(0, one.nbytes, _WINDOW_BYTES):
-            views = [memoryview(bytearray(min(_WINDOW_BYTES, one.nbytes - start))) for _ in range(2)]
-            payloads.read_into(one, start, views[0])
-            payloads.read_into(two, start, views[1])
-            if views[0] != views[1]:
-                byte = next(n for n, (a, b) in enumerate(zip(*views, strict=True)) if a != b)
-                at, place = (start + byte) // element_bytes(entry.dtype), []
-                for size in reversed(entry.shape):
-                    place.append(at % size)
-                    at //= size
-                raise CorruptCheckpointError(
-                    f"{payloads.index.path}: {key} is the same on all ranks that hold it, but {first.where} and "
-                    f"{other.where} differ, first at element {place[::-1]} of {list(entry.shape)}. One of the files is "
-                    "of another checkpoint, or the job has let its ranks drift apart; nothing was written"
-                )
+        if differs := where_other(payloads, first.base, other.base):
+            raise CorruptCheckpointError(
+                f"{payloads.index.path}: {key} is the same on all ranks that hold it, but {first.where} and "
+                f"{other.where} differ, {differs}. One of the files is of another checkpoint, or the job has let its "
+                "ranks drift apart; nothing was written"
+            )
 
 
 # --- common state

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from mcore_ckpt.core.boxes import Box, bounding
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import ChecksumError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry, parse_object_key
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import PlannedTable, TableColumns, data_file_name, shown_id
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.metadata_write import MetadataEncoder
@@ -459,18 +459,6 @@ class _Owners:
             ranks.append(stage * self.layout.stage_ranks + within)
         return ranks
 
-    def of_object(self, entry: ObjectEntry) -> int:
-        """Objects of a layer go where the layer goes; others to the rank that had them, if there still is one."""
-        shard = parse_object_key(entry.fqn)
-        key = entry.fqn if shard is None else shard.key
-        stacked = shard is not None and ".layers." in key and layer_number(key + ".") is None and shard.shape[0] > 0
-        if layer_number(key + ".") is not None or stacked or _LAST_STAGE.search(key):
-            layer = shard.offset[0] if stacked and shard is not None else None
-            count = shard.shape[0] if stacked and shard is not None else 1
-            return self.stage(key + ".", layer, count) * self.layout.stage_ranks
-        rank = data_file_rank(entry.item.file) or 0
-        return rank if rank < self.layout.ranks else 0
-
 
 def _layers_prefix(fqn: str) -> str:
     key = model_key(fqn)
@@ -511,7 +499,9 @@ def make_plan(
         )
     notes = (*_uneven(owners, layout, arguments or {}), *undivided)
     chosen = [index.objects[key] for key in (index.objects if object_keys is None else object_keys)]
-    target = plan_torch_dist(index, decisions, [(entry, owners.of_object(entry)) for entry in chosen], workers)
+    # Objects stay with the rank that had them, if there still is one.
+    objects = [(entry, (data_file_rank(entry.item.file) or 0) % layout.ranks) for entry in chosen]
+    target = plan_torch_dist(index, decisions, objects, workers)
     return ReshardPlan(layout, tuple(decisions), notes, target, is_divided=not undivided)
 
 

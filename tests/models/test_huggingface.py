@@ -542,7 +542,7 @@ def test_an_output_layer_that_is_to_be_tied_and_is_another_is_refused(
     )
     copy[33, 5] += 1
     other = write_hf(tmp_path / "other", {**tensors, "lm_head.weight": copy}, config)
-    refused(other, OptionError, r"lm_head\.weight is not model\.embed_tokens\.weight \(first in rows \[32, 40\)")
+    refused(other, OptionError, r"lm_head\.weight is not model\.embed_tokens\.weight \(first in the slice at \[32, 0\]")
 
 
 def test_a_tokenizer_is_stored_only_where_there_is_one(
