@@ -26,10 +26,10 @@ from mcore_ckpt.format.index import StoredChunk, TensorEntry, is_extra_state
 from mcore_ckpt.format.item import element_bytes
 from mcore_ckpt.format.parameter_table import STATE_KEY
 from mcore_ckpt.load.records import MAX_IDLE_FILES
-from mcore_ckpt.reshard._optimizer_layout import changed_common_state, convert_optimizer
 from mcore_ckpt.reshard.options import MergeOptions
 from mcore_ckpt.reshard.plan import target_dtype
 from mcore_ckpt.reshard.reshard import Derived, Opened
+from mcore_ckpt.reshard.rewriting import changed_common_state, convert_optimizer
 from mcore_ckpt.reshard.view import DerivedPayloads, TensorView, ViewPayloads, as_stored
 from mcore_ckpt.tools.keys import is_optimizer_key, optimizer_layout
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, check_tiled, made_objects, read_box

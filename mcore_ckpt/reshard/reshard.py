@@ -32,7 +32,6 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.load.checks import check_file
-from mcore_ckpt.reshard._optimizer_layout import Rewritten, convert_optimizer
 from mcore_ckpt.reshard.conversion import (
     Conversion,
     ConversionReport,
@@ -43,10 +42,10 @@ from mcore_ckpt.reshard.conversion import (
     in_dtype,
     replaced_error,
 )
-from mcore_ckpt.reshard.hybrid import in_other_model
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import ReshardPlan, TargetLayout, make_plan
+from mcore_ckpt.reshard.rewriting import Rewritten, convert_optimizer, in_other_model
 from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at

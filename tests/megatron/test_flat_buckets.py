@@ -32,7 +32,7 @@ from mcore_ckpt import (
 from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, ParameterTable, Region
 from mcore_ckpt.megatron.flat_buckets import _in_one_memory, _leaves
 from mcore_ckpt.megatron.other_division import FLAT_BUCKETS, SHARDING_TYPE, _parameter_groups, with_own_ranges
-from mcore_ckpt.reshard import _optimizer_layout
+from mcore_ckpt.reshard import rewriting
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from tests.format import independent_reader as independent
 from tests.support.gloo_ranks import made, run_pretending_ranks, run_stock_ranks
@@ -200,7 +200,7 @@ def test_a_second_reader_finds_each_parameter_in_the_buckets(saved: Path) -> Non
 def test_buckets_with_tables_are_resharded_without_a_model(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_optimizer_layout, "parameter_orders", None)
+    monkeypatch.setattr(rewriting, "parameter_orders", None)
     for name in ("gated", "two-optimizers"):
         reshard_checkpoint(saved / name / "checkpoint", tmp_path / name, optimizer_layout="fully_reshardable")
         assert differing(read_all(tmp_path / name), read_state(saved / name / "saved")) == []

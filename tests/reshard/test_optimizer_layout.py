@@ -20,7 +20,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.reshard import _optimizer_layout, parameter_orders
+from mcore_ckpt.reshard import parameter_orders, rewriting
 from mcore_ckpt.reshard.parameter_orders import FlatParameter, ParameterBox
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
@@ -125,7 +125,7 @@ def saved_with_buckets(path: Path, swap: bool = False) -> Saved:
 def known_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of the model that megatron-core builds."""
     orders = {(False, rank): [[parameter for parameter, _ in ordered(rank)]] for rank in range(TENSOR_RANKS)}
-    monkeypatch.setattr(_optimizer_layout, "parameter_orders", lambda *_: orders)
+    monkeypatch.setattr(rewriting, "parameter_orders", lambda *_: orders)
 
 
 def expected_of(saved: Saved) -> dict[str, torch.Tensor]:
@@ -188,7 +188,7 @@ def test_another_order_than_the_models_is_found_out_before_anything_is_written(t
 @pytest.mark.usefixtures("known_order")
 def test_another_model_than_the_one_that_was_saved_is_refused(tmp_path: Path) -> None:
     saved = saved_with_buckets(tmp_path / "saved")
-    _optimizer_layout.parameter_orders({})[False, 0][0].pop()
+    rewriting.parameter_orders({})[False, 0][0].pop()
     with pytest.raises(CorruptCheckpointError, match="3 parameters of the model end at element"):
         reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable")
     assert list(tmp_path.iterdir()) == [saved.path]
