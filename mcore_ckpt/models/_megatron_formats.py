@@ -15,8 +15,8 @@ Engine calls them.
 
 How a parameter is divided comes from the partition table. What ranks hold alike has to be alike; what is missing, too
 much, or unknown is an error that names it. Nothing is unpickled freely, and no tensor is read before it is copied:
-state dicts are read by `format/state_file.py`. The optimizer's state is left out. The files have it without names, in
-the order of the model's modules, which only a job has.
+state dicts are read by `format/state_file.py`. The optimizer's state is left out, and random states are. The files have
+it without names, in the order of the model's modules, which only a job has.
 
 `--ckpt-format fsdp_dtensor` (Megatron-FSDP) has complete parameters in a DCP checkpoint, under names as
 `preprocess_fsdp_dtensor_state_dict` (Megatron-LM 0.16, 0.19) makes them.
@@ -27,14 +27,14 @@ from __future__ import annotations
 import itertools
 import re
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry, object_key
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.state_file import StateFile, StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import FileTensor
@@ -185,7 +185,6 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         found.append(RankFiles(tp, pp, ep, folder, model))
     assert shown is not None
     found.sort(key=lambda rank: (rank.pp, rank.ep, rank.tp))
-    _check_complete(found, shown.layout, directory)
     iterations = {repr(rank.state.get("iteration")): rank for rank in found}
     if len(iterations) > 1:
         first, second = list(iterations.items())[:2]
@@ -224,24 +223,6 @@ def _rank_of(folder: str, layout: TargetLayout, where: str) -> tuple[int, int, i
     if any(rank >= size for rank, size in zip(ranks, sizes, strict=True)):
         raise CorruptCheckpointError(f"{where}: there is no such rank at {layout}")
     return ranks[0], ranks[1], ranks[2]
-
-
-def _check_complete(found: list[RankFiles], layout: TargetLayout, directory: Path) -> None:
-    """Each tensor rank and each expert rank of each stage; without tensor parallel experts not all pairs of them."""
-    there = {(rank.pp, "tensor", rank.tp) for rank in found} | {(rank.pp, "expert", rank.ep) for rank in found}
-    wanted = (
-        (stage, kind, number)
-        for stage in range(layout.pp)
-        for kind, count in (("tensor", layout.tp), ("expert", layout.ep))
-        for number in range(count)
-    )
-    missing = next((place for place in wanted if place not in there), None)
-    if missing is not None:
-        stage, kind, number = missing
-        raise CorruptCheckpointError(
-            f"{directory}: the files of {kind} parallel rank {number} of pipeline stage {stage} are not there; the "
-            f"arguments are of {layout}. The copy is incomplete"
-        )
 
 
 # --- what is carried as it is
@@ -316,7 +297,6 @@ class _Model:
     arguments: Arguments
     ranges: dict[str, FileRange] = field(default_factory=dict)
     tensors: dict[str, _Tensor] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
     def add(self, shard: _Parameter) -> None:
@@ -398,7 +378,7 @@ def _first_layers(model: _Model) -> tuple[dict[tuple[int, int], int], int]:
 
 
 def _read_model(model: _Model) -> None:
-    """Find all parameters, and the shards of the model's tensors that they are; and what layers keep for themselves."""
+    """Find all parameters, and the shards of the model's tensors that they are."""
     arguments = model.arguments
     first_layers, layers = _first_layers(model)
     experts = 0 if arguments.values.get("num_experts") is None else arguments.count("num_experts")
@@ -409,51 +389,27 @@ def _read_model(model: _Model) -> None:
     stacking = Stacking(layers, experts, stacks_layers(arguments.values), local_norms(keys, arguments.values))
     tied = not arguments.values.get("untie_embeddings_and_output_weights")
     for rank in model.ranks:
+        where = str(model.directory / rank.file)
         for chunk, state in _chunks(rank):
-            first_layer, first_expert = first_layers[chunk, rank.pp], rank.ep * local_experts
-
-            def sharded(
-                name: str, where: str, first_layer: int = first_layer, first_expert: int = first_expert
-            ) -> ShardedName:
-                if not experts and expert_of(name) is not None:
-                    raise CorruptCheckpointError(f"{where}: {name}: the stored arguments know of no experts")
-                if name == OUTPUT and tied:
-                    return ShardedName(EMBEDDING, (), ())
-                try:
-                    return stacking.sharded(name, first_layer, first_expert)
-                except OptionError as error:
-                    raise OptionError(f"{where}: {error}") from error
-
-            where = str(model.directory / rank.file)
             for stored, value in state.items():
-                if stored.endswith(f".{EXTRA_STATE}"):
-                    for key, name in _objects_of(stored, local_experts, arguments, where):
-                        at = sharded(name, where)
-                        key = at.key if name == stored else f"{at.key.rpartition('.')[0]}.{EXTRA_STATE}"
-                        full = object_key(key, at.offsets or (0,), at.counts or (1,))
-                        if full not in model.objects:
-                            model.objects[full] = [rank.taken(model.directory, value)]
-                elif type(value) is FileTensor:
-                    model.add(_Parameter(rank, chunk, stored, sharded(stored, where), value))
-                elif value is not None:
+                if value is None or stored.endswith(f".{EXTRA_STATE}"):
+                    continue
+                if type(value) is not FileTensor:
                     raise OptionError(
                         f"{where}: {stored}: expected a tensor, got {type(value).__name__}; it is not known how the "
                         "ranks' parts of it belong together"
                     )
-
-
-def _objects_of(stored: str, local_experts: int, arguments: Arguments, where: str) -> Iterator[tuple[str, str]]:
-    """The module's names by which the object of a layer is asked for: the first rank's, as Megatron saves it."""
-    if stored == f"output_layer.{EXTRA_STATE}":
-        return
-    owner = stored.removesuffix(f".{EXTRA_STATE}")
-    if not owner.endswith((".mlp.experts.linear_fc1", ".mlp.experts.linear_fc2")):
-        yield stored, stored
-        return
+                if not experts and expert_of(stored) is not None:
+                    raise CorruptCheckpointError(f"{where}: {stored}: the stored arguments know of no experts")
+                try:
+                    name = stacking.sharded(stored, first_layers[chunk, rank.pp], rank.ep * local_experts)
+                except OptionError as error:
+                    raise OptionError(f"{where}: {error}") from error
+                if stored == OUTPUT and tied:
+                    name = ShardedName(EMBEDDING, (), ())
+                model.add(_Parameter(rank, chunk, stored, name, value))
     if arguments.values.get("fp8"):
-        raise OptionError(f"{where}: {stored}: scales of grouped experts in FP8 are not divided here")
-    # A grouped layer has one for all its experts; each of them is asked for by itself.
-    yield from ((stored, f"{owner}.weight{number}") for number in range(local_experts))
+        model.left_out.append("scales of FP8 (a job finds its own)")
 
 
 # --- tensors
@@ -535,7 +491,9 @@ def _common_state(model: _Model) -> dict[str, Any]:
     read = reading(storage_at(model.directory), "")
     carried, left_out = carried_arguments(model.arguments.values, read, model.arguments.where, {})
     model.left_out += left_out
-    common: dict[str, Any] = {"args": Namespace(**{**carried, "ckpt_format": "torch_dist", "use_dist_ckpt": True})}
+    # Without the optimizer nothing goes on as it would have; so said, a job does not look for random states.
+    more = {"ckpt_format": "torch_dist", "use_dist_ckpt": True, "no_save_rng": True}
+    common: dict[str, Any] = {"args": Namespace(**{**carried, **more})}
     for key, value in first.state.items():
         if key in ("args", "optimizer", "rng_state") or _MODEL_CHUNK.fullmatch(str(key)):
             continue
@@ -545,31 +503,6 @@ def _common_state(model: _Model) -> dict[str, Any]:
             model.left_out.append(f"{str(key)[:200]} (of each rank, and not known how it belongs together)")
     common["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return common
-
-
-def _random_states(model: _Model) -> dict[str, Any]:
-    """The objects in which a job finds the random state of each rank."""
-    sizes, count = model.arguments.layout, model.arguments.count
-    states = {
-        (rank.pp, rank.tp, rank.ep): rank.taken(model.directory, rank.state["rng_state"])
-        for rank in model.ranks
-        if rank.state.get("rng_state") is not None
-    }
-    if len(states) != len(model.ranks):
-        model.left_out += ["rng_state (not of all ranks)"] if states else []
-        return {}
-    # With experts on several ranks, one for each data parallel rank; it has that of the experts that it holds.
-    several = sizes.ep > 1
-    dp = count("data_parallel_size", default=1) * count("context_parallel_size", default=1) if several else 1
-    found = {}
-    for p, t, d in itertools.product(range(sizes.pp), range(sizes.tp), range(dp)):
-        state = states.get((p, t, (t + sizes.tp * d) // sizes.expert_tp % sizes.ep if several else 0))
-        if state is None:
-            model.left_out.append("rng_state (not of all ranks)")
-            return {}
-        place, of = ((p, t, d), (sizes.pp, sizes.tp, dp)) if several else ((p, t), (sizes.pp, sizes.tp))
-        found[object_key("rng_state", place, of)] = [state]
-    return found
 
 
 # --- the import
@@ -583,10 +516,9 @@ def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
     common = _common_state(model)
     if "optimizer" in ranks[0].state:
         model.left_out.append(
-            "the optimizer's state (a job with --ckpt-format torch --ckpt-convert-format torch_dist converts it; "
-            "without it, a job is given --no-load-optim)"
+            "the optimizer's state and random states (a job with --ckpt-format torch --ckpt-convert-format torch_dist "
+            "converts them; without, a job is given --no-load-optim)"
         )
-    model.objects |= _random_states(model)
     partitions = _partitions(model)
     views, pairs = _put_together(model, partitions)
     payloads = FilePayloads(directory, model.ranges)
@@ -601,7 +533,10 @@ def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
             format="megatron-legacy",
             keys=lambda: (_row(model, key, partitions[key], view, options) for key, view in views.items()),
             tensors=views,
-            objects=model.objects,
+            objects=extra_states(
+                (shard.name for tensor in model.tensors.values() for shard in tensor.shards),
+                engine=arguments.values.get("transformer_impl") == "transformer_engine",
+            ),
             source_layout=str(model.arguments.layout),
             left_out=tuple(model.left_out),
         )

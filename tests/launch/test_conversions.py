@@ -144,7 +144,7 @@ def test_what_was_imported_is_the_model_that_stock_saves(
     difference = diff_checkpoints(checkpoint, made)
     assert len(difference.tensors) > 10
     assert all(tensor.same for tensor in difference.tensors)
-    assert not difference.only_in_b
+    assert all(key.startswith("rng_state/") for key in difference.only_in_b)
     assert not difference.only_in_a
     resumed = [*arguments, "--load", str(place / "converted"), "--no-load-optim", "--no-load-rng"]
     losses = [launch(side, 2, resumed, place / f"on-{side}").losses for side in ("stock", "ours")]
