@@ -1,6 +1,6 @@
 """The families of models that there are, and which one a model belongs to. A family is a table, of parameters and of
 settings: a file of TOML in `families`, or that of `--arch FILE`. It names groups that families share (`_decoders`), and
-has rows of its own; `_rules` has what no row says: YaRN, windows, groups of experts.
+has rows of its own; rules there have what no row says: YaRN, windows, groups of experts.
 
 A file is checked when it is read: names that nobody reads, missing ones, groups, rules and transforms that there are
 not. For a model, `relate` then checks that each element of each tensor has one place on either side.
@@ -33,12 +33,13 @@ from mcore_ckpt.models._decoders import (
     LATENT_SETTINGS,
     ROUTED_EXPERTS,
     ROUTER_BIAS,
+    RULES,
     SILU,
     as_loaded,
     predicting,
     row_of,
+    rules,
 )
-from mcore_ckpt.models._rules import RULES, rules
 from mcore_ckpt.models._settings import (
     Setting,
     count,

@@ -185,7 +185,7 @@ _SETTING = "[[settings]]\nconfig = 'n'\nmegatron = "
             r"'default' is not known; expected name, architecture, groups, and perhaps traits,",
         ),
         ("architecture = ", "# ", "'architecture' is missing"),
-        ('"window"', '"windows"', "group 'windows': expected one of decoder, sizes"),
+        ('"window"', '"windows"', "group 'windows': expected one of heads, decoder"),
         ('"window"', '["window"]', "expected a table of group, when"),
         ('"embedding", ', '{ group = "embedding", when = "gold" }, ', "when = 'gold': no setting has this"),
         ('"decoder", ', "", "no setting has the size heads, hidden, layers, vocab"),
