@@ -86,31 +86,32 @@ MODEL_FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _MOST_RANKS = 100_000
 
-# What a count may be at most, and what it may always be, however small the files.
-_MOST, FEWEST = 2**40, 2**16
+# What may be counted at most: ranks, layers, experts.
+_MOST = 2**20
 
 
-class Arguments:
-    """Megatron's arguments in the file `where`; of what needs bytes of its own there cannot be more than `most`."""
+class Arguments(NamedTuple):
+    """Megatron's arguments in the file `where`."""
 
-    def __init__(self, values: Mapping[str, Any], where: str, most: int = _MOST) -> None:
-        self.values, self.where, self.most = values, where, most
+    values: Mapping[str, Any]
+    where: str
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive number; raises `CorruptCheckpointError` for others, and for more than the files have bytes."""
+    def number(self, name: str, default: int | None = None) -> int:
+        """A positive number; raises `CorruptCheckpointError` for others, and for more than anything has."""
         value = default if self.values.get(name) is None else self.values[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max(self.most, default or 0):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST:
             raise CorruptCheckpointError(
-                f"{self.where}: the stored argument {name} is {value!r:.80}; expected a positive number"
-                + (f", no greater than the {self.most} bytes that the checkpoint has" if self.most < _MOST else "")
+                f"{self.where}: the stored argument {name} is {value!r:.80}; expected a positive number up to {_MOST}"
             )
         return value
 
     @property
     def layout(self) -> TargetLayout:
         """The parallel sizes of the job that had them."""
-        tp, pp, ep = (self.count(f"{kind}_model_parallel_size", default=1) for kind in ("tensor", "pipeline", "expert"))
-        etp = self.count("expert_tensor_parallel_size", default=tp)
+        tp, pp, ep = (
+            self.number(f"{kind}_model_parallel_size", default=1) for kind in ("tensor", "pipeline", "expert")
+        )
+        etp = self.number("expert_tensor_parallel_size", default=tp)
         return TargetLayout(tp, pp, ep, None if etp == tp else etp)
 
 
@@ -172,7 +173,13 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         state = model.value
         if type(state) is not dict or not any(re.fullmatch(r"model\d*", str(key)) for key in state):
             raise CorruptCheckpointError(f"{where}: expected a state dict with `model`, as Megatron saves it")
-        arguments = _arguments(state, where, max(FEWEST, storage.size(f"{folder}/{MODEL_FILE}")))
+        given = state.get("args")
+        if not isinstance(given, Namespace):
+            raise CorruptCheckpointError(
+                f"{where}: holds no arguments of Megatron (`args`), which tell how the model is divided; got "
+                f"{type(given).__name__}"
+            )
+        arguments = Arguments(vars(given), where)
         sizes = arguments.layout
         if shown is None:
             shown = arguments
@@ -193,16 +200,6 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
             "one checkpoint's files"
         )
     return found, shown
-
-
-def _arguments(state: Mapping[str, Any], where: str, most: int) -> Arguments:
-    given = state.get("args")
-    if not isinstance(given, Namespace):
-        raise CorruptCheckpointError(
-            f"{where}: holds no arguments of Megatron (`args`), which tell how the model is divided; got "
-            f"{type(given).__name__}"
-        )
-    return Arguments(vars(given), where, most)
 
 
 def _rank_of(folder: str, layout: TargetLayout, where: str) -> tuple[int, int, int]:
@@ -368,7 +365,7 @@ def _first_layers(model: _Model) -> tuple[dict[tuple[int, int], int], int]:
     for place in sorted(counts):
         found[place] = total
         total += counts[place][0]
-    layers = model.arguments.count("num_layers")
+    layers = model.arguments.number("num_layers")
     if total != layers:
         raise CorruptCheckpointError(
             f"{model.directory}: the files hold {total} layers, the stored arguments say {layers}; files are missing, "
@@ -381,7 +378,7 @@ def _read_model(model: _Model) -> None:
     """Find all parameters, and the shards of the model's tensors that they are."""
     arguments = model.arguments
     first_layers, layers = _first_layers(model)
-    experts = 0 if arguments.values.get("num_experts") is None else arguments.count("num_experts")
+    experts = 0 if arguments.values.get("num_experts") is None else arguments.number("num_experts")
     local_experts, uneven = divmod(experts or 1, model.arguments.layout.ep)
     if uneven:
         raise CorruptCheckpointError(f"{arguments.where}: {experts} experts do not divide among expert ranks")
