@@ -342,17 +342,12 @@ def _chunks(rank: RankFiles) -> list[tuple[int, Mapping[str, Any]]]:
     return found
 
 
-def _layer_number(name: str) -> int | None:
-    layer = layer_of(name)
-    return layer.number if layer is not None and layer.before == "decoder.layers." else None
-
-
 def _first_layers(model: _Model) -> tuple[dict[tuple[int, int], int], int]:
     """The number of the first layer of each stage's chunk: stages follow one another, chunk after chunk."""
     counts: dict[tuple[int, int], tuple[int, str]] = {}
     for rank in model.ranks:
         for chunk, state in _chunks(rank):
-            numbers = {number for key in state if (number := _layer_number(key)) is not None}
+            numbers = set(_by_layer(state))
             if numbers != set(range(len(numbers))):
                 raise CorruptCheckpointError(f"{rank.file}: layers {sorted(numbers)[:20]}; some are missing")
             known = counts.setdefault((chunk, rank.pp), (len(numbers), rank.file))
