@@ -288,22 +288,14 @@ def _box_of(index: Any, shape: tuple[int, ...], fqn: str) -> tuple[Box, tuple[An
     sizes: list[int] = []
     rest: list[slice | int] = []
     for axis, (part, size) in enumerate(zip(parts, shape, strict=True)):
-        if isinstance(part, slice):
-            start, stop, step = part.indices(size)
-            chosen = range(start, stop, step)
-            low, high = (min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1) if chosen else (0, 0)
-            offsets.append(low)
-            sizes.append(high - low)
-            if step < 0 and chosen:
-                raise IndexError(f"{fqn}: slices with a negative step are not supported; flip the result")
-            rest.append(slice(None, None, step) if len(chosen) > 1 else slice(None))
-        elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
-            position = int(part) + size if part < 0 else int(part)
-            if not 0 <= position < size:
-                raise IndexError(f"{fqn}: index {part} on axis {axis} of size {size}")
-            offsets.append(position)
-            sizes.append(1)
-            rest.append(0)
-        else:
+        if isinstance(part, bool) or not isinstance(part, slice | int | np.integer):
             raise IndexError(f"{fqn}: expected ints, slices and `...`, got {type(part).__name__} on axis {axis}")
+        if not isinstance(part, slice) and not -size <= part < size:
+            raise IndexError(f"{fqn}: index {part} on axis {axis} of size {size}")
+        chosen = range(size)[part] if isinstance(part, slice) else range(size)[int(part) :][:1]
+        if chosen and chosen.step < 0:
+            raise IndexError(f"{fqn}: slices with a negative step are not supported; flip the result")
+        offsets.append(chosen[0] if chosen else 0)
+        sizes.append(chosen[-1] + 1 - chosen[0] if chosen else 0)
+        rest.append(slice(None, None, abs(chosen.step)) if isinstance(part, slice) else 0)
     return Box(tuple(offsets), tuple(sizes)), tuple(rest)
