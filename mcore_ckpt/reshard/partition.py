@@ -23,7 +23,6 @@ Names of modules become sharded keys as `sharded_state_dict` of Megatron-Core ma
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
@@ -32,7 +31,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
 from mcore_ckpt.reshard.options import PartitionRule
-from mcore_ckpt.tools.keys import model_key, stacked_axes
+from mcore_ckpt.tools.keys import grid_of, model_key, stacked_axes, tensor_parallel
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
@@ -255,7 +254,7 @@ class Partitioner:
         self._rules = tuple(rules)
         self._arguments = arguments or {}
         self._chunks_tell = chunks_tell
-        self._group_sizes = {expert: _group_size(index, expert) for expert in (False, True)}
+        self._group_sizes = {expert: tensor_parallel(index, of_experts=expert) for expert in (False, True)}
         self._decided: dict[str, Partition] = {}
 
     def decide(self, fqn: str) -> Partition:
@@ -296,8 +295,8 @@ class Partitioner:
         """Decide by the chunks: an axis, or none where the others of its kind are divided and this one is not."""
         group_size = self._group_sizes[expert]
         stacked = stacked_axes(entry.fqn, entry.shape)
-        divisions = _divisions(entry, stacked.own)
-        divided = [axis for axis, count in divisions.items() if count > 1]
+        divisions = grid_of(entry)
+        divided = [axis for axis, count in enumerate(divisions) if count > 1 and axis >= stacked.own]
         if not divided:
             if group_size is not None and group_size > 1:
                 return Partition(None, expert=expert, decider="grid")
@@ -340,24 +339,6 @@ class Partitioner:
         if size is not None:
             return entry.shape[axis] == 2 * size
         return bool(self._arguments.get("swiglu") or self._arguments.get("gated_linear_unit"))
-
-
-def _divisions(entry: TensorEntry, stacked_count: int) -> dict[int, int]:
-    """For each axis of the parameter itself, at how many offsets chunks start."""
-    return {
-        axis: len({chunk.offsets[axis] for chunk in entry.chunks}) for axis in range(stacked_count, len(entry.shape))
-    }
-
-
-def _group_size(index: CheckpointIndex, expert: bool) -> int | None:
-    """Into how many the source divides weights of that kind; None if it has none. Gated first layers count twice."""
-    votes: Counter[int] = Counter()
-    for fqn, entry in index.tensors.items():
-        if is_expert_key(fqn) == expert and fqn.endswith(
-            ("linear_qkv.weight", "linear_proj.weight", "linear_fc2.weight")
-        ):
-            votes[max(_divisions(entry, stacked_axes(fqn, entry.shape).own).values(), default=1)] += 1
-    return votes.most_common(1)[0][0] if votes else None
 
 
 def divides(fqn: str, shape: Sequence[int], partition: Partition, count: int, vocabulary: int | None = None) -> bool:

@@ -182,15 +182,16 @@ def layout_of_arguments(common: Mapping[str, Any]) -> ParallelLayout | None:
 
 def layout_of_chunks(index: CheckpointIndex) -> ParallelLayout:
     """The layout that the chunks of the model and the names of their files show."""
-    return ParallelLayout(_tensor_parallel(index), _pipeline_parallel(index), _expert_parallel(index))
+    return ParallelLayout(tensor_parallel(index), _pipeline_parallel(index), _expert_parallel(index))
 
 
-def _tensor_parallel(index: CheckpointIndex) -> int | None:
-    """What most weights of attention are divided into; those are never stored in halves or by expert."""
+def tensor_parallel(index: CheckpointIndex, *, of_experts: bool = False) -> int | None:
+    """What most weights of attention and second layers of an MLP are divided into; those are never stored in halves."""
     votes: Counter[int] = Counter()
     for fqn, entry in index.tensors.items():
-        if not is_optimizer_key(fqn) and fqn.endswith(("linear_qkv.weight", "linear_proj.weight")):
-            votes[max(grid_of(entry)[-2:], default=1)] += 1
+        is_of_kind = (".experts." in fqn) is of_experts and not is_optimizer_key(fqn)
+        if is_of_kind and fqn.endswith(("linear_qkv.weight", "linear_proj.weight", "linear_fc2.weight")):
+            votes[max(grid_of(entry)[stacked_axes(fqn, entry.shape).own :], default=1)] += 1
     return votes.most_common(1)[0][0] if votes else None
 
 
