@@ -40,9 +40,9 @@ from mcore_ckpt.image.layout import (
     place_objects,
 )
 from mcore_ckpt.load.checks import global_shape
-from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides, expert_of
+from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides, expert_of, layer_of
 from mcore_ckpt.reshard.target_directory import Journal
-from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key, layer_number, model_key, stacked_axes
+from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key, model_key, stacked_axes
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, blocks
 
@@ -408,11 +408,10 @@ class _Owners:
 
     def __post_init__(self) -> None:
         for fqn, entry in self.index.tensors.items():
-            number, stacked = layer_number(model_key(fqn)), stacked_axes(fqn, entry.shape)
-            if number is not None or stacked.layer is not None:
-                prefix = _layers_prefix(fqn)
-                layers = entry.shape[0] if number is None else number + 1
-                self.layer_counts[prefix] = max(self.layer_counts.get(prefix, 0), layers)
+            layer, stacked = layer_of(model_key(fqn)), stacked_axes(fqn, entry.shape)
+            if layer is not None and (layer.number is not None or stacked.layer is not None):
+                layers = entry.shape[0] if layer.number is None else layer.number + 1
+                self.layer_counts[layer.before] = max(self.layer_counts.get(layer.before, 0), layers)
             expert = expert_of(fqn)
             if expert is not None and expert.number is not None:
                 known = self.expert_counts.get(expert.before, 0)
@@ -427,10 +426,10 @@ class _Owners:
             return self.layout.pp - 1
         if stacked_layer is not None:
             return stacked_layer * self.layout.pp // max(1, stacked_layers)
-        number = layer_number(key)
-        if number is None:
+        layer = layer_of(key)
+        if layer is None or layer.number is None:
             return 0
-        return number * self.layout.pp // self.layer_counts.get(_layers_prefix(fqn), number + 1)
+        return layer.number * self.layout.pp // self.layer_counts.get(layer.before, layer.number + 1)
 
     def of_chunks(self, entry: TensorEntry, partition: Partition, boxes: Sequence[Box]) -> list[int]:
         """The rank of each target chunk."""
@@ -458,11 +457,6 @@ class _Owners:
             within = tensor_rank + tensor_ranks * expert_rank if partition.expert else tensor_rank
             ranks.append(stage * self.layout.stage_ranks + within)
         return ranks
-
-
-def _layers_prefix(fqn: str) -> str:
-    key = model_key(fqn)
-    return key[: key.index("layers.")]
 
 
 def make_plan(
@@ -509,10 +503,8 @@ def _uneven(owners: _Owners, layout: TargetLayout, arguments: Mapping[str, Any])
     """Notes on divisions that most jobs do not have."""
     for prefix, count in owners.layer_counts.items():
         if count % layout.pp:
-            yield (
-                f"{count} layers of {prefix}layers do not divide into {layout.pp} stages evenly; files may not match "
-                "the ranks"
-            )
+            what = f"{count} layers of {prefix.removesuffix('.')}"
+            yield f"{what} do not divide into {layout.pp} stages evenly; files may not match the ranks"
     heads = arguments.get("num_attention_heads")
     if isinstance(heads, int) and heads % layout.tp:
         yield f"{heads} attention heads do not divide among TP {layout.tp}: no job of Megatron-Core has this layout"
