@@ -39,6 +39,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.core.team import Progress, current_team
+from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import sync_folders
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item import element_bytes
@@ -431,10 +432,9 @@ class SourceFiles:
 
     def _look(self) -> dict[str, list[int]]:
         index, keys = self._index, self._keys
-        entries = index.tensors.values() if keys is None else (index.tensors[key] for key in keys)
-        files = {chunk.item.file for entry in entries for chunk in entry.chunks}
-        if keys is None:
-            files |= {entry.item.file for entry in index.objects.values()}
+        files = index_files(index)
+        if keys is not None:
+            files = {chunk.item.file for key in keys for chunk in index.tensors[key].chunks}
         found, storage = {}, storage_at(index.path, follow_links=True)
         for file in sorted(files - {MADE_HERE}):
             version = storage.version(file)

@@ -95,9 +95,8 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
         if remove and (why := _under_note(storage, judged, checkpoint, run, lambda _, __: discard(storage, left))):
             return keep(why)
         return PruneDecision(checkpoint, False, "a removal was interrupted", stays_bytes=checkpoint.size_bytes)
-    items = [(key, chunk.item) for key, entry in index.tensors.items() for chunk in entry.chunks]
-    items += [(key, entry.item) for key, entry in index.objects.items()]
-    going = [item.length for key, item in items if is_optimizer_key(key)]
+    items = list(index.items())
+    going = [item.length for key, _, item in items if is_optimizer_key(key)]
     if not going or len(going) == len(items):
         return keep("it has nothing else" if going else "it has no optimizer's state")
     if not remove:

@@ -19,7 +19,7 @@ from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import is_note
-from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, index_files, with_common_files
 from mcore_ckpt.directory.iterations import files_below, refuse_incomplete
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
@@ -272,10 +272,8 @@ def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], 
 def _sidecar_files(index: CheckpointIndex) -> list[str]:
     """Names of others' files (ModelOpt) next to the data, folders included. `CorruptCheckpointError`: links, pipes."""
     source = checkpoint_path(index.path)
-    data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
-    data_files |= {entry.item.file for entry in index.objects.values()}
     # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
-    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE, *data_files}
+    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE, *index_files(index)}
 
     def is_left_out(name: str) -> bool:
         return name in left_out or is_note(name) or name.endswith((".pending", ".tmp", ".distcp"))

@@ -213,14 +213,10 @@ def describe_items(index: CheckpointIndex, pattern: str | None = None) -> list[I
     """Every stored item whose key matches, by file and offset: the byte-level view of each bucket."""
     wanted = key_filter(pattern)
     rows = [
-        ItemRow(*_place(chunk.item), "tensor_data", fqn, entry.dtype, chunk.sizes, chunk.offsets)
-        for fqn, entry in index.tensors.items()
-        if wanted(fqn)
-        for chunk in entry.chunks
-    ]
-    rows += [
-        ItemRow(*_place(entry.item), "bytes_data", fqn, None, None, None)
-        for fqn, entry in index.objects.items()
+        ItemRow(*_place(item), "bytes_data", fqn, None, None, None)
+        if chunk is None
+        else ItemRow(*_place(item), "tensor_data", fqn, index.tensors[fqn].dtype, chunk.sizes, chunk.offsets)
+        for fqn, chunk, item in index.items()
         if wanted(fqn)
     ]
     rows.sort(key=lambda row: (_file_order(row.file), row.start))
