@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import resource
 import time
 from collections import Counter, deque
@@ -58,6 +59,7 @@ from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, 
 from mcore_ckpt.tools.regrid import SLAB_BYTES, assembled, blocks, slabs
 from mcore_ckpt.tools.runs import Places
 
+_NBYTES: Final = operator.attrgetter("payload_bytes")
 _READS: Final = 2
 # Reads of this length and longer are whole pages of the file, and of the buffer.
 _MIN_PADDED_BYTES: Final = 256 * 1024
@@ -376,11 +378,8 @@ def check_all(
                     _check_block(division, ahead, expected)
                     bar.advance(division.payload_bytes)
 
-        def nbytes(division: Division) -> int:
-            return division.payload_bytes
-
         def check_own(own: Sequence[Division]) -> None:
-            in_parallel(in_shares(own, nbytes, workers), check, workers)
+            in_parallel(in_shares(own, _NBYTES, workers), check, workers)
             for fqn, other in objects:  # objects keep their keys
                 if written.object_bytes(other) != payloads.object_bytes(payloads.index.objects[fqn]):
                     raise CorruptCheckpointError(
@@ -388,7 +387,7 @@ def check_all(
                         "the command again"
                     )
 
-        team.divide("compare the target", divisions, nbytes, check_own, bar.counter)
+        team.divide("compare the target", divisions, _NBYTES, check_own, bar.counter)
 
 
 def _check_block(division: Division, ahead: Ahead, expected: Callable[[str, int], int | None]) -> None:
@@ -631,9 +630,6 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
         base_bytes = _BASE_BYTES if team.size == 1 else _BASE_BYTES + _TORCH_BYTES
         memory_bytes = max(_LEAST_MEMORY_BYTES, (options.memory_bytes - base_bytes) // 2)
 
-        def nbytes(part: Part) -> int:
-            return part.payload_bytes
-
         def write(parts: Sequence[Part]) -> tuple[Mapping[str, WrittenFile], Mapping[tuple[str, int], int]]:
             own = replace(plan, parts=tuple(parts))
             write_all(own, payloads, made, workers=workers, memory_bytes=memory_bytes, advance=bar.advance)
@@ -641,7 +637,7 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
 
         try:
             with Progress("copy", total, shown=progress) as bar:
-                for files, crcs in team.divide("write the files", plan.parts, nbytes, write, bar.counter):
+                for files, crcs in team.divide("write the files", plan.parts, _NBYTES, write, bar.counter):
                     journal.add(files, crcs)
             payloads.check_rest()
         except LoadError:
