@@ -187,10 +187,12 @@ def _spread(values: Sequence[float], number: Callable[[float], str] = _number) -
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, without rows and columns that are empty, and the footnotes of its marks."""
-    used = [column for column in range(len(head)) if column == 0 or any(row[column] for row in rows)]
+    """A table, without rows and columns that say nothing, and the footnotes of its marks."""
+    nothing = {_WITHHELD, ""}
+    rows = [row for row in rows if not nothing.issuperset(row[1:])]
+    used = [column for column in range(len(head)) if column == 0 or not nothing.issuperset(row[column] for row in rows)]
     lines = [[head[column] for column in used], ["---", *("---:" for _ in used[1:])]]
-    lines += [[row[column] for column in used] for row in rows if any(row[1:])]
+    lines += [[row[column] for column in used] for row in rows]
     text = "".join(f"|{'|'.join(line)}|\n" for line in lines)
     return text + "".join(_footnote(mark) for mark in _FOOTNOTES if mark in text)
 
@@ -238,8 +240,6 @@ def _summary(read: _Read) -> str:
             for label, text in texts.items()
             if text and _NOT_ISOLATED not in text and _WITHHELD not in text
         }
-        if set(texts.values()) <= {_WITHHELD, ""}:
-            continue  # it says nothing
         best = "" if _WITHHELD in texts.values() else min(medians, key=lambda label: medians[label], default="")
         cells.append((row.name, *(f"**{text}**" if label == best else text for label, text in texts.items())))
     heads = [f"{one} (async: nvrx)" if nvrx and [one] == newest else one for one in baselines]
