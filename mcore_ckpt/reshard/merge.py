@@ -2,9 +2,11 @@
 
     chunks of all sources -> parts of a tensor that the chunks of each tile -> ranges of bytes, computed on demand
 
-The sources may have any layouts. An element is summed in the order of the sources, in float64, divided by the sum of
-the weights, and rounded once, to the dtype of the target. So its bits depend neither on layouts nor on the order of
-reading. A reshard and an export take such payloads as any others, slab by slab.
+The sources may have any layouts. An element is summed in the order of the sources, divided by the sum of the weights,
+and rounded once, to the dtype of the target. So its bits depend neither on layouts nor on the order of reading.
+Sums are in float64, or in float32 where the elements have 16 bits before and after, which takes half the time. Of n
+sources, float32 errs by at most (n + 3) / 2**23 of their largest element: for four, by a 4,000th of the last bit that
+it has in bfloat16. A reshard and an export take such payloads as any others, slab by slab.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ _LEFT_OUT: Final = (
 _READ_PART: Final = 8
 _MOST_READ_BYTES: Final = 4 * 1024 * 1024
 _LEAST_READ_BYTES: Final = 256 * 1024
-# Elements whose float64 sums stay in a processor's cache.
+# What float32 can sum, unless weights of both signs cancel most of one another, or are beyond all measure.
+_NARROW: Final = {"float16", "bfloat16"}
+# Elements whose sums stay in a processor's cache.
 _BATCH_ELEMS: Final = 64 * 1024
 # Elements at both ends of a tensor that are compared with their FP32 copies: Megatron-Core to 0.19 may shift those.
 _ENDS: Final = 64
@@ -272,24 +276,32 @@ class MergedPayloads(DerivedPayloads):
 def weighted_average(
     contents: Sequence[tuple[memoryview, str]], weights: Sequence[float], to: str, out: memoryview
 ) -> None:
-    """Fill `out` with the average, summed in order in float64, rounded once. `FloatingPointError`: infinite."""
+    """Fill `out` with the average, summed in order, rounded once to `to`. `FloatingPointError`: infinite."""
     whole, count = math.fsum(weights), len(out) // element_bytes(to)
-    scratch = *np.empty((2, _BATCH_ELEMS)), np.empty(_BATCH_ELEMS, np.uint32)
+    in_singles = (
+        {to, *(dtype for _, dtype in contents)} <= _NARROW
+        and 2 * abs(whole) >= math.fsum(map(abs, weights))
+        and 2.0**-64 < abs(whole) < 2.0**64
+    )
+    scratch = *np.empty((2, _BATCH_ELEMS), np.float32 if in_singles else np.float64), np.empty(_BATCH_ELEMS, np.uint32)
     with np.errstate(over="raise", invalid="ignore"):
         for at in range(0, count, _BATCH_ELEMS):
-            total, summand, wide = (array[: count - at] for array in scratch)
+            total, summand, spare = (array[: count - at] for array in scratch)
             for n, ((content, dtype), weight) in enumerate(zip(contents, weights, strict=True)):
                 width, into = element_bytes(dtype), summand if n else total
                 some = content[at * width : (at + _BATCH_ELEMS) * width]
                 if dtype == "bfloat16":  # as `as_numbers`, which takes twice as long with new arrays for each batch
-                    np.copyto(wide, np.frombuffer(some, np.uint16))
-                    np.left_shift(wide, 16, out=wide)
-                np.copyto(into, wide.view(np.float32) if dtype == "bfloat16" else cast(Any, as_numbers(some, dtype)))
+                    bits = into.view(np.uint32) if in_singles else spare
+                    np.copyto(bits, np.frombuffer(some, np.uint16))
+                    np.left_shift(bits, 16, out=bits)
+                if dtype != "bfloat16" or not in_singles:
+                    found = spare.view(np.float32) if dtype == "bfloat16" else as_numbers(some, dtype)
+                    np.copyto(into, cast(Any, found))
                 if weight != 1:
                     np.multiply(into, weight, out=into)
                 if n:
                     np.add(total, summand, out=total)
             if whole != 1:
                 np.divide(total, whole, out=total)
-            bits = rounded(total, to).data.cast("B")
-            out[at * element_bytes(to) :][: len(bits)] = bits
+            made = rounded(total, to).data.cast("B")
+            out[at * element_bytes(to) :][: len(made)] = made

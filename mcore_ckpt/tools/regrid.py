@@ -93,20 +93,20 @@ def cast_floats(
         return np.ascontiguousarray(narrow.astype(target)).data.cast("B")
 
 
-def rounded(doubles: np.ndarray[Any, np.dtype[np.float64]], to: str) -> np.ndarray[Any, Any]:
+def rounded(numbers: np.ndarray[Any, Any], to: str) -> np.ndarray[Any, Any]:
     """Elements in a floating-point dtype, each rounded once, where `cast_floats` goes through float32. bfloat16 comes
     as its bits. `FloatingPointError` for an element that becomes infinite.
     """
     with np.errstate(over="raise"):
         if to != "bfloat16":
-            return doubles.astype(_NUMPY[to], copy=False)
-        singles = doubles.astype(np.float32)
+            return numbers.astype(_NUMPY[to], copy=False)
+        singles = numbers.astype(np.float32, copy=False)
     bits, halves = singles.view(np.uint32), _to_bfloat16(singles)
-    # Between two of bfloat16, float32 may say "half-way" where float64 knows better.
-    wrong = np.flatnonzero(((bits & 0xFFFF) == 0x8000) & (singles != doubles))
-    halves[wrong] = (bits[wrong] >> 16) + (np.abs(doubles[wrong]) > np.abs(singles[wrong]))
+    if singles is not numbers:  # between two of bfloat16, float32 may say "half-way" where float64 knows better
+        wrong = np.flatnonzero(((bits & 0xFFFF) == 0x8000) & (singles != numbers))
+        halves[wrong] = (bits[wrong] >> 16) + (np.abs(numbers[wrong]) > np.abs(singles[wrong]))
     infinite = (halves & 0x7FFF) == 0x7F80
-    if infinite.any() and not np.isinf(doubles[infinite]).all():
+    if infinite.any() and not np.isinf(numbers[infinite]).all():
         raise FloatingPointError("overflow encountered in a conversion to bfloat16")
     return halves
 
@@ -142,8 +142,9 @@ def _to_bfloat16(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[A
     sums += 0x7FFF
     sums += bits
     sums >>= 16
-    rounded = sums.astype(np.uint16)
-    rounded[np.isnan(numbers)] = 0x7FC0
+    rounded, nans = sums.astype(np.uint16), np.isnan(numbers)
+    if nans.any():
+        rounded[nans] = 0x7FC0
     return rounded
 
 

@@ -47,12 +47,16 @@ def to_bfloat16(values: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.float64).astype(np.float32)).bfloat16()
 
 
-def average(of: Callable[[int], Tensors], weights: Sequence[float]) -> Tensors:
+def average(of: Callable[[int], Tensors], weights: Sequence[float], sums: type[Any] = np.float32) -> Tensors:
     stored = [of(seed) for seed in SEEDS]
     found = {}
     for key in stored[0]:
-        values = [tensors[key].double().numpy() * weight for tensors, weight in zip(stored, weights, strict=True)]
-        found[key] = to_bfloat16((values[0] + values[1] + values[2]) / math.fsum(weights))
+        values = [
+            tensors[key].float().numpy().astype(sums) * weight for tensors, weight in zip(stored, weights, strict=True)
+        ]
+        mean = (values[0] + values[1] + values[2]) / math.fsum(weights)
+        assert mean.dtype == sums
+        found[key] = to_bfloat16(mean.astype(np.float64))
     return found
 
 
@@ -83,6 +87,25 @@ def test_each_element_is_the_average_rounded_once(
     assert_same(read_all(tmp_path / "m" / "release"), average(models, weights))
     assert verify_checkpoint(tmp_path / "m").whole  # a tracker file names it
     assert [contents(source) for source in sources] == before
+
+
+def test_float32_errs_by_what_is_said_of_it_and_sums_no_weights_that_cancel() -> None:
+    generator, weights = np.random.default_rng(0), (0.3, 0.5, 0.7, -0.1)
+    sources = generator.integers(0x3F00, 0x4000, (4, 1000), np.uint16)  # bits of bfloat16 from 0.5 to 2
+    out = memoryview(bytearray(2000))
+
+    def merged(weights: Sequence[float]) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+        merge.weighted_average([(source.data.cast("B"), "bfloat16") for source in sources], weights, "bfloat16", out)
+        values = (sources.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        mean = (values * np.array(weights)[:, None]).sum(0) / math.fsum(weights)
+        return torch.frombuffer(out, dtype=torch.bfloat16), mean
+
+    found, mean = merged(weights)
+    error = 7 / 2**23 * 2
+    assert ((found >= to_bfloat16(mean - error)) & (found <= to_bfloat16(mean + error))).all()
+    for exact in ((1, 1, -1, -0.996), (1e-30, 1e-30, 3e-30, 1e-30), (1e30, 3e30, 1e30, 1e30)):
+        found, mean = merged(exact)
+        torch.testing.assert_close(found, to_bfloat16(mean), rtol=0, atol=0)
 
 
 def test_what_float32_takes_for_half_way_is_rounded_to_the_nearer() -> None:
@@ -120,7 +143,7 @@ def test_masters_are_rounded_once(tmp_path: Path) -> None:
 
     sources = write_three(tmp_path, tensors=consistent)
     merge_checkpoints(sources, tmp_path / "t", masters=True, tp=2)
-    assert_same(read_all(tmp_path / "t"), average(masters, (1, 1, 1)))
+    assert_same(read_all(tmp_path / "t"), average(masters, (1, 1, 1), np.float64))
     merge_checkpoints(sources[:1], tmp_path / "one", masters=True, dtype="fp32")
     assert_same(read_all(tmp_path / "one"), masters(0))
     write_model(tmp_path / "without", tensors=models(0))
