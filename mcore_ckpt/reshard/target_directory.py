@@ -47,8 +47,9 @@ from mcore_ckpt.image.layout import WrittenFile
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, saving
 from mcore_ckpt.storage.resolve import lies_in, path_in_file_system, storage_at
 
-# In the note in a store: files of the target that is being made there.
+# In the note in a store: files of the target that is being made there, and of what.
 _NOTED: Final = "target"
+_SOURCE: Final = "source"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -223,8 +224,11 @@ def _begun(target: Path) -> Iterator[FileJournal | None]:
 
 def remove_begun(target: Path, source: Path) -> bool:
     """Remove what an interrupted run has made of a target whose source is gone; whether it has. Raises `SaveError`."""
-    storage = storage_at(target)
+    storage, origin = storage_at(target), f"{storage_at(source).location}, "
     if storage.is_store:
+        left = _left_by_others(storage)
+        if not left or not all(str((owner.noted or {}).get(_SOURCE)).startswith(origin) for owner in left):
+            return False
         commit = Commit.begin(storage, {_NOTED: []})
         try:
             _clear(target, commit)
@@ -232,9 +236,7 @@ def remove_begun(target: Path, source: Path) -> bool:
             commit.give_up()
         return True
     with _begun(target) as journal:
-        if journal is not None and _by_name(journal.fingerprint).get("source", "").startswith(
-            f"{storage_at(source).location}, "
-        ):
+        if journal is not None and _by_name(journal.fingerprint).get("source", "").startswith(origin):
             shutil.rmtree(target.parent / f"{target.name}{PARTIAL}", ignore_errors=True)
             for path in _other_journals(journal.path.with_suffix("")):
                 path.unlink(missing_ok=True)
@@ -288,12 +290,12 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
 
 @contextmanager
 def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
-    """Nothing is resumed here: both arguments are of the other way."""
+    """Nothing is resumed here: `restart` is of the other way."""
     storage = storage_at(target)
     storage.ensure()
     if not _left_by_others(storage):
         _refuse_others(target, storage)
-    commit = Commit.begin(storage, {_NOTED: []})
+    commit = Commit.begin(storage, {_NOTED: [], _SOURCE: _by_name(fingerprint).get("source")})
     try:
         _clear(target, commit)
         making = _Making(commit, target)
@@ -331,7 +333,7 @@ class _Making:
         for name in names:
             self.commit.storage.path(name)  # refuses a name that there cannot be
         self.noted.extend(names)
-        self.commit.say({_NOTED: self.noted})
+        self.commit.say({**(self.commit.owner.noted or {}), _NOTED: self.noted})
 
     def publish(self, name: str, content: bytes) -> None:
         self.last.append(name)

@@ -12,7 +12,9 @@ import torch
 
 from mcore_ckpt import copy_checkpoint, merge_checkpoints, verify_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
+from mcore_ckpt.reshard.target_directory import remove_begun
 from mcore_ckpt.tools.verify import repair_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, reshard_killed, write_model
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request
@@ -116,6 +118,20 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, object_
     assert verify_checkpoint(object_directory.url).whole
     assert {name for name in object_directory.names() if name.startswith("__")} == set(report.files)
     assert not [name for name in object_directory.names() if "incomplete" in name]
+
+
+@pytest.mark.crash
+def test_what_was_begun_of_a_checkpoint_that_is_gone_is_removed_and_nothing_else(
+    source: Path, object_directory: ObjectDirectory
+) -> None:
+    target = checkpoint_path(object_directory.url)
+    assert not remove_begun(target, source)  # nothing was begun
+    reshard_killed(source, object_directory.url)
+    names = object_directory.names()
+    assert not remove_begun(target, source.parent / "another")
+    assert object_directory.names() == names
+    assert remove_begun(target, source)
+    assert not object_directory.names()
 
 
 def test_files_of_others_are_neither_replaced_nor_removed(source: Path, object_directory: ObjectDirectory) -> None:
