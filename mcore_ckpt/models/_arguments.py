@@ -309,6 +309,11 @@ def launch_notes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
             "pretrain_gpt.py has no option for what this model has, and builds another one: the job's script has to "
             f"set {', '.join(settings)} in the model's configuration"
         )
+    if _is_latent(arguments) and arguments.get("q_lora_rank") is None:
+        notes.append(
+            "Megatron-Core builds this model up to 0.18. Later ones put a norm that it has not ahead of its queries "
+            "(q_lora_rank is None), or refuse it where they have no Transformer Engine"
+        )
     return tuple(notes)
 
 

@@ -384,7 +384,7 @@ def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> Non
                 "has to set original_max_position_embeddings=16 in",
             ),
         ),
-        ("deepseek-v2", {}, ("--rope-type rope, too",)),
+        ("deepseek-v2", {}, ("--rope-type rope, too", r"builds this model up to 0\.18")),
     ],
 )
 def test_what_a_launch_does_not_take_from_a_checkpoint_is_said(
