@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import (
@@ -425,3 +427,61 @@ class TestSourceThatIsReplaced:
         with pytest.raises(LoadError, match="replaced the checkpoint"):
             make(source, tmp_path / "t")
         assert not (tmp_path / "t").exists()
+
+
+# --- memory
+
+MEMORY_BYTES = 384 * 1024**2
+_RUN = """
+import sys
+from mcore_ckpt.commands.cli import main
+code = main(sys.argv[1:])
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
+sys.exit(code)
+"""
+
+
+def peak_bytes(*words: str) -> int:
+    """The most memory that a command has had, in a process of its own."""
+    given = [sys.executable, "-c", _RUN, *words, "--memory", f"{MEMORY_BYTES}", "--quiet"]
+    done = subprocess.run(given, check=True, stdout=subprocess.PIPE, text=True)
+    return int(done.stdout.split()[-2]) * 1024
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for Hugging Face that is larger than the memory, of tensors that are small."""
+    place, layers, hidden = tmp_path_factory.mktemp("large"), 18, 1024
+    square, wide, norm = (hidden, hidden), (3 * hidden, hidden), (hidden,)
+    shapes = {"embed_tokens.weight": square, "norm.weight": norm}
+    for n in range(layers):
+        shapes |= {f"layers.{n}.self_attn.{name}_proj.weight": square for name in "qkvo"}
+        shapes |= {f"layers.{n}.mlp.{name}_proj.weight": wide for name in ("gate", "up")}
+        shapes |= {f"layers.{n}.mlp.down_proj.weight": wide[::-1]}
+        shapes |= {f"layers.{n}.{name}_layernorm.weight": norm for name in ("input", "post_attention")}
+    tensors = {f"model.{key}": torch.zeros(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    assert sum(tensor.nbytes for tensor in tensors.values()) > MEMORY_BYTES
+    save_file(tensors, place / "model.safetensors")
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "vocab_size": hidden, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 32}
+    (place / "config.json").write_text(json.dumps({"model_type": "llama", "rms_norm_eps": 1e-6, **sizes, **heads}))
+    return place
+
+
+@pytest.mark.long
+def test_no_conversion_holds_a_model(large: Path, tmp_path: Path) -> None:
+    """As much as `--memory` says, from a process's first byte to its last."""
+    made = str(tmp_path / "made")
+    commands = {
+        "import": ("import", str(large), made, "--from", "hf", "--tp", "2"),
+        "export": ("export", made, str(tmp_path / "export"), "--to", "hf"),
+        "reshard": ("reshard", made, str(tmp_path / "reshard"), "--tp", "1", "--pp", "2"),
+        "another model": ("reshard", made, str(tmp_path / "hybrid"), "--convert-model", "gpt-to-hybrid"),
+        "merge": ("merge", str(tmp_path / "merge"), made, made, made),
+    }
+    for name, words in commands.items():
+        peak = peak_bytes(*words)
+        assert peak <= MEMORY_BYTES, f"{name}: {peak / 1024**2:.0f} MiB"
+        if name != "import":
+            shutil.rmtree(words[2] if name != "merge" else words[1])
