@@ -135,7 +135,7 @@ MUTANTS: Final = (
     Mutant(
         "a claim that a killed save has left is not completed",
         "directory/commit.py",
-        "                _publish(storage, *claimant, base)",
+        "                _publish(storage, save, claimant, base)",
         "                pass",
         "directory/test_commit.py",
     ),
@@ -198,8 +198,8 @@ MUTANTS: Final = (
     Mutant(
         "retention removes the newest checkpoint",
         "directory/retention.py",
-        "lowest = below[-keep_last] if len(below) >= keep_last else None",
-        "lowest = below[-keep_last] + 1 if len(below) >= keep_last else None",
+        "_Newest(head, below[-1] if len(below) == keep_last else None",
+        "_Newest(head, below[-1] + 1 if len(below) == keep_last else None",
         "tools/test_retention.py save/test_upkeep.py",
     ),
     Mutant(

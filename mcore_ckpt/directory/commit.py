@@ -40,6 +40,7 @@ another host or in another container cannot: its note counts while it is young, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -65,6 +66,7 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.directory.in_force import (
+    MAX_NOTE_BYTES,
     DrainNote,
     index_files,
     is_pending,
@@ -89,10 +91,10 @@ _logger = logger_of(__name__)
 CLAIM: Final = ".mcore_ckpt_next."
 NOTE: Final = INCOMPLETE_MARKER + "."
 _NOTE_NAME: Final = re.compile(re.escape(NOTE) + r"(?P<id>[0-9a-f]{16})")
+# A small file on its way, or one of a copy, under a name of its own.
+_ON_ITS_WAY: Final = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{16}\.tmp")
 YOUNG_S: Final = 60.0
-"""So long the note of a process that cannot be seen from here keeps other saves out."""
-# A list of files names a million of them at most.
-_MAX_NOTE_BYTES: Final = 64 * 1024 * 1024
+"""So long the note of a process that cannot be seen from here keeps other saves out, and the mark of a removal."""
 # So old is the note of a process that cannot be seen, where people are shown whether a save is at work.
 _LONG_GONE_S: Final = 3600.0
 
@@ -103,6 +105,12 @@ at_work: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def is_note(name: str) -> bool:
     """Whether a file is of a save at work, or of one that has died: a note or a claim."""
     return name.startswith((INCOMPLETE_MARKER, CLAIM))
+
+
+def file_on_its_way(name: str) -> str | None:
+    """Which file a process was writing under a name of its own, when it died; None if it is no such name."""
+    match = _ON_ITS_WAY.fullmatch(name)
+    return None if match is None else match["of"]
 
 
 def note_name(save: str) -> str:
@@ -211,11 +219,10 @@ def notes(storage: Storage, names: Iterable[str]) -> list[Owner]:
     found = []
     for name, save in ((name, match["id"]) for name in names if (match := _NOTE_NAME.fullmatch(name))):
         try:
-            with storage.open_reader(name, direct="off") as reader:
-                content = reader.read(0, min(reader.size_bytes, _MAX_NOTE_BYTES))
+            content = storage.read(name, MAX_NOTE_BYTES)
         except CheckpointNotFoundError:  # ended meanwhile
             continue
-        except CorruptCheckpointError:  # no regular file: it names nobody
+        except CorruptCheckpointError:  # no regular file, or too long: it names nobody
             content = b""
         found.append(Owner.decode(save, content))
     return found
@@ -265,14 +272,11 @@ def seems_gone(storage: Storage, owner: Owner, *, may_be_late: bool = False) -> 
 
 # What `.metadata` holds in a store while its checkpoint is removed: no save begins while that is young.
 REMOVED: Final = b"removed by mcore-ckpt\n"
-REMOVED_YOUNG_S: Final = 60.0
 _SHARED: Final = COMMON_FILE, INTEGRITY_FILE  # others use these names, too
 _NONE: Final = "none"  # the token of a directory without `.metadata`
 _ATTEMPTS: Final = 1000
 _RENAMES: Final = 5
 _RETRY_S: Final = 0.05
-# What a process has left that died while it wrote a small file.
-_TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 # DCP has written indexes of single ranks without collectives: no file that they may name is removed.
 _INDEX_OF_RANK: Final = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 
@@ -290,7 +294,7 @@ class Commit:
         self.pending = pending_name(owner.save)  # under which the new common state waits for the commit
         self.is_undecided = False  # `publish` has failed, and it may come into force all the same
         self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
-        self.is_over = False  # it was published, given up or lost
+        self.is_over = False  # it was published, given up or lost, or leaves its note to the next save
         self.waits = False  # the common state, under that name
         self._seen: list[str] | None = None  # in a store, what was listed before `publish`
         self._shared: dict[str, FileVersion | None] = {}  # in a store, those of `_SHARED` before it
@@ -317,6 +321,12 @@ class Commit:
             commit.give_up()
             raise
         return commit
+
+    def __enter__(self) -> Commit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_up()
 
     def check(self) -> None:
         """Raise `SaveError` if it has lost already: another save has been published since it began."""
@@ -355,11 +365,9 @@ class Commit:
         spare: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make `metadata` the content of `.metadata`, then remove what is left of other saves. All files that it names
-        must be there, and their content durable.
-
-        `needed`: data files of other saves that it names. `stale`: files of the checkpoint that it replaces, by names
-        that others may use, too. `spare`: asked when it is published, whether all files of others stay, as a load
-        reads them. Raises `SaveError`: nothing is published, unless `is_undecided`.
+        must be there, and durable; `needed`: those of other saves. `stale`: files of the checkpoint that it replaces,
+        by names that others may use, too. `spare`: asked when it is published, whether all files of others stay, as a
+        load reads them. Raises `SaveError`: nothing is published, unless `is_undecided`.
         """
         self.have_common_wait()
         way = self._publish_by_condition if self.storage.is_store else self._publish_by_claim
@@ -407,10 +415,10 @@ class Commit:
             return
         mine = self.storage.version(self._note)
         is_mark = self.storage.read(METADATA_FILE) == REMOVED
-        if is_mark and mine is not None and mine.modified_ns - version.modified_ns < REMOVED_YOUNG_S * 1e9:
+        if is_mark and mine is not None and mine.modified_ns - version.modified_ns < YOUNG_S * 1e9:
             raise SaveError(
                 f"{self.storage}: the checkpoint in this directory is just being removed; save again in "
-                f"{REMOVED_YOUNG_S:.0f} s, or into another directory"
+                f"{YOUNG_S:.0f} s, or into another directory"
             )
 
     def remove_left(self) -> None:
@@ -418,10 +426,6 @@ class Commit:
         for name in self._listed():
             if self._is_of_another_save(name, ()) and not name.startswith(CLAIM):
                 self.storage.delete(name)
-
-    def leave(self) -> None:
-        """Leave the note for the next save, which finds there what else it says."""
-        self.is_over = True
 
     def _lost(self) -> SaveError:
         now = identity_in_force(self.storage)
@@ -471,9 +475,7 @@ class Commit:
     def _claim(self) -> str:
         """Claim the base; returns the claim's name. Raises `SaveError` if another save has it."""
         for _ in range(_ATTEMPTS):
-            name, claimant = _end_of_claims(self.storage, self.base, self.id)
-            if claimant is not None and identity_in_force(self.storage) == self.base:
-                _publish(self.storage, *claimant, self.base)
+            name = _next_claim(self.storage, self.base, self.id)
             if name is None:
                 raise self._lost()
             if self.storage.claim(name, self._note) == self._note:
@@ -533,7 +535,7 @@ class Commit:
             return is_old and name not in needed
         if is_note(name) or is_pending(name):
             return name not in (self._note, self.pending)
-        return _TEMPORARY.fullmatch(name) is not None
+        return file_on_its_way(name) is not None
 
     def is_in_force(self) -> bool:
         """Whether it has been published, and no other save since."""
@@ -547,12 +549,8 @@ def _settled(storage: Storage) -> Identity | None:
     """The base of a new save: what is in force, when all that has been decided is done."""
     for _ in range(_ATTEMPTS):
         base = identity_in_force(storage)
-        if not storage.is_store:
-            name, claimant = _end_of_claims(storage, base)
-            if claimant is not None and identity_in_force(storage) == base:
-                _publish(storage, *claimant, base)
-            if name is None:
-                continue
+        if not storage.is_store and _next_claim(storage, base) is None:
+            continue
         if base is not None:
             _place_waiting(storage, base)
         return base
@@ -579,26 +577,29 @@ def _place_waiting(storage: Storage, base: Identity) -> None:
 
 def identity_in_force(storage: Storage, name: str = METADATA_FILE) -> Identity | None:
     """Which `.metadata` a directory holds, or which one a note of this `name` is going to be; None if none."""
-    try:
-        with storage.open_reader(name, direct="off") as reader:
-            return identity_of(reader)
-    except CheckpointNotFoundError:
-        return None
-    except LoadError:
-        there = storage.version(name)  # it may be a pipe, or a link
-        return None if there is None else Identity("-".join(f"{part:x}" for part in there), None, there)
+    for is_last in (False, True):
+        try:
+            with storage.open_reader(name, direct="off") as reader:
+                return identity_of(reader)
+        except CheckpointNotFoundError:
+            return None
+        except LoadError as error:
+            if getattr(error.__cause__, "errno", None) != errno.ESTALE:
+                break
+            if is_last:  # else what was opened was replaced before it was read: the name stands for another file
+                raise
+    there = storage.version(name)  # it may be a pipe, or a link
+    return None if there is None else Identity("-".join(f"{part:x}" for part in there), None, there)
 
 
-def _end_of_claims(
-    storage: Storage, base: Identity | None, own: str = ""
-) -> tuple[str | None, tuple[str, Identity] | None]:
-    """The name of the next claim on a base; or the live claim's save and note; or neither: the base is replaced."""
+def _next_claim(storage: Storage, base: Identity | None, own: str = "") -> str | None:
+    """The name of the next claim on a base; None: it is replaced, by now if not before, by the save with the claim."""
     token = _NONE if base is None else base.token
     for _ in range(_ATTEMPTS):
         name = CLAIM + token
         noted = storage.claimed(name)
         if noted is None or noted == note_name(own):
-            return name, None
+            return name
         if _NOTE_NAME.fullmatch(noted) is None:
             raise SaveError(
                 f"{storage.path(name)}: is a link to {noted!r}, expected a save's note ({NOTE}ID); delete it"
@@ -607,9 +608,11 @@ def _end_of_claims(
         claimant = identity_in_force(storage, noted)
         if claimant is not None:
             _check_complete(storage, noted, name)
-            return None, (save, claimant)
+            if identity_in_force(storage) == base:
+                _publish(storage, save, claimant, base)
+            return None
         if identity_in_force(storage) != base:
-            return None, None
+            return None
         # Dead. Its common state must not be placed late; but a power cut must not bring its note back without that.
         storage.sync()
         storage.delete(pending_name(save))

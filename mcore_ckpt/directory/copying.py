@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import re
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -30,7 +29,7 @@ from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import Outcome, await_turn, in_parallel
 from mcore_ckpt.core.team import Counter, current_team
-from mcore_ckpt.directory.commit import Commit, is_note, length_flaw, note_name, notes, seems_gone
+from mcore_ckpt.directory.commit import Commit, file_on_its_way, is_note, length_flaw, note_name, notes, seems_gone
 from mcore_ckpt.directory.in_force import (
     DrainNote,
     common_file_in_force,
@@ -39,10 +38,8 @@ from mcore_ckpt.directory.in_force import (
     is_drain_note,
     is_in_force,
     is_pending,
-    noted_saves,
     pending_name,
     saves_of,
-    with_common_files,
 )
 from mcore_ckpt.directory.iterations import files_below, iteration_directories, sync_folders
 from mcore_ckpt.format.index import CheckpointIndex
@@ -61,8 +58,6 @@ from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
 
 OF_THIS_PACKAGE: Final = ".mcore_ckpt_"
-# A file on its way, under a name of its own, where it could be read before it is complete.
-_ON_ITS_WAY: Final = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{16}\.tmp")
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 _THREADS: Final = 4
 _MOST_SHOWN: Final = 5
@@ -156,9 +151,8 @@ def files_of(directory: Path) -> CheckpointFiles:
     judged = JudgedFiles(storage)
     metadata = read_small_file(directory, METADATA_FILE)
     index = parse_index(metadata, str(directory))
-    names = with_common_files(storage, storage.list(), index)
     data = tuple(sorted(index_files(index)))
-    common = common_file_in_force(names, index)
+    common = common_file_in_force(storage, index)
     others = _others(directory, data)
     in_folders = (name for name in others if "/" in name)  # which may hold checkpoints of their own
     judged.add((*data, *in_folders, *([] if common is None else [common])))
@@ -309,7 +303,9 @@ class _Copy:
                 self.commit.pending = pending_name(id_in_names(manifest.save_id))
             self.sent.copy(found.common, self.commit.pending, COMMON_FILE)
             self.commit.waits = True
-        _check_lengths(writes, found)
+        for name in found.data:  # other nodes have copied some, and others may have removed them since
+            if (flaw := length_flaw(writes, name, found.index)) is not None:
+                raise SaveError(f"{writes}: {flaw}; the checkpoint is not committed, and copied again")
         sync_folders(self.target, found.others)
         writes.sync(parents=True)
         found.judged.check(METADATA_FILE)
@@ -355,31 +351,17 @@ class _Copy:
         return set()
 
 
-def file_on_its_way(name: str) -> str | None:
-    """The file that an interrupted copy was writing under a name of its own; None if it is no such name."""
-    match = _ON_ITS_WAY.fullmatch(name)
-    return None if match is None else match["of"]
-
-
-def _check_lengths(writes: Storage, found: CheckpointFiles) -> None:
-    """Ask for each data file again: other nodes have copied some, and others may have removed them since."""
-    for name in found.data:
-        if (flaw := length_flaw(writes, name, found.index)) is not None:
-            raise SaveError(f"{writes}: {flaw}; the checkpoint is not committed, and copied again")
-
-
 def _left_by_others(found: CheckpointFiles, replaced: set[str], *, is_alone: bool) -> Callable[[str], bool]:
     """Whether a target's file is of a replaced or failed save; without `is_alone`, later ones may have come."""
 
     def is_left(name: str) -> bool:
         of = file_on_its_way(name) or name
-        file = data_file_of(of)
         if is_pending(name):
             return True
         if name in found.data:
             return False
         if is_alone:
-            return of != name or of in replaced or (file is not None and file.save is not None)
+            return of != name or of in replaced or tells_save(of)
         return of in replaced or of in found.data
 
     return is_left
@@ -444,12 +426,12 @@ def copy_file(
             return None
         if there is not None and private == own_name:
             writes.delete(own_name)
-        writer = writes.open_writer(private, size_bytes=reader.size_bytes)
+        writer = writes.open_writer(private, reader.size_bytes)
         try:
             expected = _crc(reader, writer)
             judged.check(name)  # what was read may be of both
             check_held()
-            writer.finish(reader.size_bytes)
+            writer.finish()
         except BaseException:
             writer.abort()
             raise
@@ -522,11 +504,6 @@ class SupersededError(SaveError):
     """The second tier holds another checkpoint in that place than when the copy began."""
 
 
-def there_now(note: DrainNote) -> str:
-    """What the second tier holds in that place, as `DrainNote.replaces` has it. Raises `LoadError`."""
-    return identity_of(metadata_of(storage_at(note.to)))
-
-
 def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Collection[str]], None]) -> Sent | None:
     """Copy what lies in a local directory to the second tier, and commit there if that is for this node to do; None if
     something has not come yet: then nothing is committed, and the same call resumes. Arguments and errors as of
@@ -570,8 +547,7 @@ def give_up(note: DrainNote) -> None:
     # (The note lies in the first tier: where there is no second one, all that there is would go.)
     if storage.exists(note.name) or is_in_force(storage, save_id) or not storage.list():
         return
-    commit = Commit.begin(storage)
-    try:
+    with Commit.begin(storage) as commit:
         if is_in_force(storage, save_id):  # by another process, meanwhile
             return
         for name in storage.list():
@@ -583,8 +559,6 @@ def give_up(note: DrainNote) -> None:
                 commit.check()
                 storage.delete(name)
             commit.remove_left()
-    finally:
-        commit.give_up()
     storage.remove()
 
 
@@ -593,10 +567,9 @@ def undrained(run: Path) -> tuple[list[Path], list[str]]:
     found, untold = [], []
     for directory in iteration_directories(run):
         try:
-            if noted_saves(storage_at(directory).list()):
-                note = DrainNote.in_force(directory)
-                if note is not None and not note.done:
-                    found.append(directory)
+            note = DrainNote.in_force(directory)
+            if note is not None and not note.done:
+                found.append(directory)
         except LoadError as error:
             untold.append(f"{directory}: cannot be told whether it is still to be copied: {error}")
     return found, untold

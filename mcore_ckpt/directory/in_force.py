@@ -44,7 +44,7 @@ from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
 
-_PENDING = re.compile(re.escape(COMMON_FILE) + r"\.(?P<id>[0-9a-f]{16})\.pending")
+_PENDING = re.compile(re.escape(COMMON_FILE) + r"\.[0-9a-f]{16}\.pending")
 
 
 def index_files(index: CheckpointIndex) -> set[str]:
@@ -83,7 +83,7 @@ def pending_name(save: str) -> str:
 
 def is_pending(name: str) -> bool:
     """Whether a file is a common state that waits, or has waited, for being published."""
-    return name == f"{COMMON_FILE}.pending" or _PENDING.fullmatch(name) is not None
+    return _PENDING.fullmatch(name) is not None
 
 
 def saves_of(index: CheckpointIndex) -> set[str]:
@@ -96,22 +96,12 @@ def saves_of(index: CheckpointIndex) -> set[str]:
     return saves | ({named.save} if named is not None and named.save is not None else set())
 
 
-def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | None:
+def common_file_in_force(storage: Storage, index: CheckpointIndex) -> str | None:
     """Which file holds the common state of an index, maybe the pending one of its save; None: none does."""
     if COMMON_STATE_KEY in index.objects:
         return None
-    names = list(names)
-    pending = [(name, match["id"]) for name in names if (match := _PENDING.fullmatch(name))]
-    saves = saves_of(index) if pending else set()
-    in_force = next((name for name, save in pending if save in saves), None)
-    return in_force or (COMMON_FILE if COMMON_FILE in names else None)
-
-
-def with_common_files(storage: Storage, names: Iterable[str], index: CheckpointIndex) -> list[str]:
-    """File names as listed, corrected for the common state of this index: a listing may lag behind."""
-    asked = {COMMON_FILE, *map(pending_name, saves_of(index))}
-    there = [name for name in sorted(asked) if storage.version(name) is not None]
-    return [name for name in names if name not in asked] + there
+    # Asked for by its name, since a listing may lag behind; the pending one first: it is renamed to the other.
+    return next(filter(storage.exists, (*map(pending_name, sorted(saves_of(index))), COMMON_FILE)), None)
 
 
 _NOTE = re.compile(re.escape(DRAIN_FILE) + r"\.([0-9a-f]{16})")
@@ -163,7 +153,8 @@ def tracked_name(run: str | os.PathLike[str]) -> str | None:
     return f"iter_{int(text):07d}"
 
 
-_MAX_NOTE_BYTES = 64 * 1024 * 1024
+# A list of files names a million of them at most.
+MAX_NOTE_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +193,7 @@ class DrainNote:
     @classmethod
     def read(cls, directory: Path, save: str) -> DrainNote:
         """The note of a save. Raises `CheckpointNotFoundError` if there is none, or another `LoadError`."""
-        content = read_small_file(directory, f"{DRAIN_FILE}.{save}", _MAX_NOTE_BYTES)
+        content = read_small_file(directory, f"{DRAIN_FILE}.{save}", MAX_NOTE_BYTES)
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointError):
             fields: dict[str, Any] = json.loads(content)
             note = cls(**{**fields, "files": None if fields["files"] is None else tuple(fields["files"])})
@@ -219,6 +210,6 @@ class DrainNote:
         """The note of the checkpoint that a directory holds; None if it has none. Raises `LoadError`."""
         storage = storage_at(directory)
         for save in noted_saves(storage.list()):
-            if storage.exists(METADATA_FILE) and is_in_force(storage, bytes.fromhex(save)):
+            if is_in_force(storage, bytes.fromhex(save)):
                 return cls.read(directory, save)
         return None

@@ -34,7 +34,6 @@ from mcore_ckpt.directory.in_force import (
     iteration_of,
     noted_saves,
     saves_of,
-    with_common_files,
 )
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
@@ -255,22 +254,22 @@ def _problems(
     yield from index.problems
     files = _files_here(index, drain)
     # (On the other nodes, no more is known of what Megatron-Core needs than that it has been saved.)
-    megatron, flaw = is_megatrons(directory, index, sizes) if drain is None or drain.commits else (False, None)
+    megatron, flaw = is_megatrons(directory, index) if drain is None or drain.commits else (False, None)
     if flaw:
         yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
     storage = storage_at(directory)
     links = storage.links()
-    if megatron:
-        there = with_common_files(storage, sizes, index)
-        flaw = common_state_flaw(directory, index, there) or _common_size_flaw(storage, index, there)
-        if flaw:
-            yield flaw
+    common = common_file_in_force(storage, index) if megatron else None
+    if common is not None:
+        files = {common: 0, **files}
+    elif megatron and (flaw := common_state_flaw(directory, index)):
+        yield flaw
     for file, needed in files.items():
         if file in links:
             yield f"{storage.path(file)}: is a symbolic link, which no load follows; expected a regular file"
             continue
-        size = sizes.get(file)
+        size = None if file == common else sizes.get(file)  # by that name there was another one
         if size is None:
             try:
                 size = storage.size(file)  # in a directory below, or a file of another kind
@@ -280,12 +279,12 @@ def _problems(
             except LoadError as error:
                 yield str(error)
                 continue
-        listed = None if index.manifest is None else index.manifest.files.get(file)
+        listed = None if index.manifest is None else index.manifest.files.get(COMMON_FILE if file == common else file)
         if size < needed:
             yield f"{directory / file}: ends at byte {size}, the index needs {needed}; it was truncated"
         elif listed is not None and size != listed.size_bytes:
             expected = f"expected {listed.size_bytes} bytes, the file has {size}"
-            yield f"{directory / file}: {expected}; it was truncated or extended"
+            yield f"{directory / file}: {expected}; it was truncated or extended, or is of another save"
 
 
 def flaw_of_files(directory: Path) -> str | None:
@@ -303,29 +302,14 @@ def flaw_of_files(directory: Path) -> str | None:
                     archive.content(record)  # raises where its checksum is not that of its bytes
 
     try:
-        index, names = read_index(directory), storage.list()
-        if (common := common_file_in_force(names, index)) is not None:
+        index = read_index(directory)
+        if (common := common_file_in_force(storage, index)) is not None:
             read_common_file(storage, common, index.manifest)
         state = index.objects.get(COMMON_STATE_KEY)
-        in_parallel(_files_here(index, _drain_of(directory, index, names)), check, storage.asks_at_once)
+        in_parallel(_files_here(index, _drain_of(directory, index, storage.list())), check, storage.asks_at_once)
     except LoadError as error:
         return " ".join(str(error).split())
     return None
-
-
-def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> str | None:
-    """Whether the common state is not the one that the manifest names, as far as its length tells."""
-    name = common_file_in_force(names, index)
-    expected = None if index.manifest is None else index.manifest.files.get(COMMON_FILE)
-    if name is None or expected is None:
-        return None
-    size_bytes = storage.size(name)
-    if size_bytes == expected.size_bytes:
-        return None
-    return (
-        f"{storage.path(name)}: has {size_bytes} bytes, the common state of this save has {expected.size_bytes}; "
-        "`mcore-ckpt verify` says more"
-    )
 
 
 def _files_here(index: CheckpointIndex, drain: DrainNote | None) -> dict[str, int]:
@@ -338,16 +322,14 @@ def _files_here(index: CheckpointIndex, drain: DrainNote | None) -> dict[str, in
     return {name: length for name, length in needed.items() if name in drain.files}
 
 
-def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> tuple[bool, str | None]:
-    """Whether a checkpoint is Megatron-Core's, and why its `metadata.json` would keep Megatron-Core from loading it.
-
-    That file is written last, so a killed save may lack it: then the common state tells whose the checkpoint is, or,
-    where that is lost, too, the index.
+def is_megatrons(directory: Path, index: CheckpointIndex) -> tuple[bool, str | None]:
+    """Whether a checkpoint is Megatron-Core's, and why its `metadata.json` would keep Megatron-Core from loading it. A
+    killed save may lack that file: then the common state tells, or, where that is lost, too, the index.
     """
     try:
         flaw = config_flaw(directory)
     except CheckpointNotFoundError:
-        if not _is_of_megatron(index, names):
+        if not _is_of_megatron(storage_at(directory), index):
             return False, None
         flaw = (
             f"{directory / CONFIG_FILE}: missing: Megatron-Core takes the directory for no checkpoint (its save ended "
@@ -377,11 +359,11 @@ def config_flaw(directory: Path) -> str | None:
     )
 
 
-def _is_of_megatron(index: CheckpointIndex, names: Iterable[str]) -> bool:
+def _is_of_megatron(storage: Storage, index: CheckpointIndex) -> bool:
     """Whether there is, or has been, a common state, which only Megatron-Core writes. A manifest lists it. Without one
     the keys tell: Megatron-Core's objects are shards, and its index lacks the paths that DCP notes of each key.
     """
-    if common_file_in_force(names, index) is not None or COMMON_STATE_KEY in index.objects:
+    if COMMON_STATE_KEY in index.objects or common_file_in_force(storage, index) is not None:
         return True
     if index.manifest is not None:
         return COMMON_FILE in index.manifest.files
@@ -408,16 +390,16 @@ def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]
             yield Flaw(key, message)
 
 
-def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> str | None:
+def common_state_flaw(directory: Path, index: CheckpointIndex) -> str | None:
     """Why Megatron-Core finds no common state, which is a file, or from 0.19 on an object; None if it does."""
-    if common_file_in_force(names, index) is not None or COMMON_STATE_KEY in index.objects:
+    if COMMON_STATE_KEY in index.objects or common_file_in_force(storage_at(directory), index) is not None:
         return None
     missing = f"{directory / COMMON_FILE}: missing, and no object {COMMON_STATE_KEY}"
     return f"{missing}: Megatron-Core cannot load it so"
 
 
-def refuse_incomplete(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> None:
+def refuse_incomplete(directory: Path, index: CheckpointIndex) -> None:
     """Raise `CorruptCheckpointError` for a checkpoint of Megatron-Core that it could not load."""
-    megatron, flaw = is_megatrons(directory, index, names)
-    if flaw := (megatron and common_state_flaw(directory, index, names)) or flaw:
+    megatron, flaw = is_megatrons(directory, index)
+    if flaw := (megatron and common_state_flaw(directory, index)) or flaw:
         raise CorruptCheckpointError(flaw)

@@ -24,6 +24,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     LoadError,
     SaveError,
 )
@@ -46,9 +47,6 @@ from mcore_ckpt.storage.resolve import storage_at
 _logger = logger_of(__name__)
 
 
-_NAMED_BYTES = 8
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """The directory of a save, as its coordinator found it."""
@@ -64,7 +62,7 @@ class Target:
         """Begin a save into a directory, with its common state if that is to be a file."""
         storage.ensure()
         commit = Commit.begin(storage, common=common)
-        save_id = bytes.fromhex(commit.id) + secrets.token_bytes(SAVE_ID_BYTES - _NAMED_BYTES)
+        save_id = bytes.fromhex(commit.id) + secrets.token_bytes(SAVE_ID_BYTES // 2)
         file = None if common is None else ManifestFile(len(common), crc32(common), save_id)
         return cls(commit, save_id, file)
 
@@ -113,14 +111,10 @@ def discard(storage: Storage, files: Iterable[str]) -> None:
 def sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> ManifestFile | None:
     """The entry of a file as it is now in the manifest of a save; None if there is no such file."""
     try:
-        opened = storage.open_reader(name, direct="off")
+        content = storage.read(name)
     except CheckpointNotFoundError:
         return None
-    with opened as reader:
-        value = 0
-        for content in reader.pieces():
-            value = crc32(content, value)
-        return ManifestFile(reader.size_bytes, value, save_id)
+    return ManifestFile(len(content), crc32(content), save_id)
 
 
 # How long a file that another host has written may take to be seen on this one, and how often it is looked for.
@@ -213,17 +207,15 @@ def write_config(storage: Storage, content: bytes) -> bool:
 
 def _has_config(storage: Storage, content: bytes) -> bool:
     try:
-        with storage.open_reader(CONFIG_FILE, direct="off") as reader:
-            return reader.size_bytes == len(content) and reader.read(0, len(content)) == content
-    except CheckpointNotFoundError:
+        return storage.read(CONFIG_FILE, len(content)) == content
+    except (CheckpointNotFoundError, CorruptCheckpointError):  # longer
         return False
 
 
 def remove_tensors(path: Path, key_prefix: str) -> list[str]:
     """Remove all keys with this prefix, then files that hold nothing else; returns these."""
     storage = storage_at(path)
-    commit = Commit.begin(storage)
-    try:
+    with Commit.begin(storage) as commit:
         index = read_index(path)
         tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
         objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
@@ -238,5 +230,3 @@ def remove_tensors(path: Path, key_prefix: str) -> list[str]:
         needed = index_files(kept)
         commit.publish(encode_metadata(kept), needed=needed)
         return sorted(index_files(index) - needed)
-    finally:
-        commit.give_up()

@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,6 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionErro
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import (
     REMOVED,
-    REMOVED_YOUNG_S,
     YOUNG_S,
     Commit,
     identity_in_force,
@@ -61,9 +61,9 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     INTEGRITY_FILE,
-    MAX_METADATA_BYTES,
     METADATA_FILE,
     parse_index,
+    read_index,
 )
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
@@ -77,7 +77,7 @@ _READ = "a load is reading it"
 NOT_COPIED = "it is not in the second tier"
 LOCKED: Final = "a save is at work in it, or has died there"
 # A mark in a store is taken away within so long, or stays.
-_MARK_GOES_WITHIN_S = REMOVED_YOUNG_S / 2
+_MARK_GOES_WITHIN_S = YOUNG_S / 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SIDECARS = (CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE, "train_state.pt", "run_config.yaml")  # the last two are Bridge's
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
@@ -162,38 +162,27 @@ def prune_run(
     checkpoints = [checkpoint for checkpoint, _ in looked]
     links = storage_at(run).links()
     passed_over = {*links, *(each.name for each, index in looked if index is not None and not counts(index))}
-    head = None if saved_last is None else iteration_of(saved_last)
-    opened: set[str] = set()
-    while True:
-        newest = _newest(
-            [
-                each
-                for each in checkpoints
-                if each.whole and each.iteration is not None and each.name not in passed_over
-            ],
-            keep_last,
-            head,
-        )
-        reasons = {each.name: _reason_to_keep(each, newest, links, keep_last, keep_every) for each in checkpoints}
-        if all(reasons[each.name] for each in checkpoints if each.whole):
-            break
-        # Something complete goes: what stays in its place is opened first.
-        flaws = {
-            each.name: flaw
-            for each in checkpoints
-            if each.whole and newest.counts(each.iteration) and each.name not in opened
-            if (flaw := flaw_of_files(each.path))
-        }
-        if not flaws:
-            break
-        opened |= {each.name for each in checkpoints if newest.counts(each.iteration)}
-        checkpoints = [
-            replace(each, problems=(flaws[each.name],)) if each.name in flaws else each for each in checkpoints
-        ]
+    flaws: dict[str, str | None] = {}
+
+    def stays(checkpoint: RunCheckpoint) -> bool:
+        """Whether one of the newest can stand in for older ones: it is opened first."""
+        if checkpoint.name not in flaws:
+            flaws[checkpoint.name] = flaw_of_files(checkpoint.path)
+        return flaws[checkpoint.name] is None
+
+    newest = _newest(
+        [each for each in checkpoints if each.whole and each.name not in passed_over],
+        keep_last,
+        None if saved_last is None else iteration_of(saved_last),
+        stays,
+    )
     decisions = aside
-    for checkpoint in checkpoints:
+    for found in checkpoints:
+        flaw = flaws.get(found.name)
+        checkpoint = found if flaw is None else replace(found, problems=(flaw,))
         storage = storage_at(checkpoint.path)
-        reason = reasons[checkpoint.name] or _linked(checkpoint, links) or _reason_to_wait(storage)
+        reason = _reason_to_keep(checkpoint, newest, links, keep_last, keep_every)
+        reason = reason or _linked(checkpoint, links) or _reason_to_wait(storage)
         if reason is not None:
             decisions.append(PruneDecision(checkpoint, True, reason))
         elif remove:
@@ -212,20 +201,21 @@ class _Newest:
     lowest: int | None  # None: there are not as many
     by_time: frozenset[int]
 
-    def counts(self, iteration: int | None) -> bool:
-        """Whether a complete checkpoint of that number is one of the newest, and stays in the place of older ones."""
-        below = self.lowest is not None and iteration is not None and self.lowest <= iteration <= self.head
-        return iteration in self.by_time or below
 
-
-def _newest(whole: list[RunCheckpoint], keep_last: int, saved_last: int | None) -> _Newest:
+def _newest(
+    whole: list[RunCheckpoint], keep_last: int, saved_last: int | None, stays: Callable[[RunCheckpoint], bool]
+) -> _Newest:
     """`whole` is sorted by number. Numbers above the last save do not count: of a branch that was left, or later."""
-    times = {each.iteration: each.made_at_s or 0.0 for each in whole if each.iteration is not None}
-    by_time = sorted(times, key=lambda iteration: (times[iteration], iteration))
-    head = saved_last if saved_last is not None else (by_time[-1] if by_time else 0)
-    below = [iteration for iteration in times if iteration <= head]
-    lowest = below[-keep_last] if len(below) >= keep_last else None
-    return _Newest(head, lowest, frozenset(by_time[-keep_last:]))
+    numbered = {each.iteration: each for each in reversed(whole) if each.iteration is not None}
+
+    def first(iterations: Iterable[int]) -> list[int]:
+        return list(itertools.islice((each for each in iterations if stays(numbered[each])), keep_last))
+
+    times = {iteration: (each.made_at_s or 0.0, iteration) for iteration, each in numbered.items()}
+    by_time = first(sorted(times, key=times.__getitem__, reverse=True))
+    head = saved_last if saved_last is not None else next(iter(by_time), 0)
+    below = first(iteration for iteration in numbered if iteration <= head)
+    return _Newest(head, below[-1] if len(below) == keep_last else None, frozenset(by_time))
 
 
 def _linked(checkpoint: RunCheckpoint, links: Mapping[str, str]) -> str | None:
@@ -264,11 +254,9 @@ def _reason_to_keep(
 
 def _half_removed(storage: Storage) -> bool:
     """Whether an earlier removal was interrupted here, in a store."""
-    try:
-        with storage.open_reader(METADATA_FILE, direct="off") as reader:
-            return reader.size_bytes == len(REMOVED) and reader.read(0, reader.size_bytes) == REMOVED
-    except LoadError:
-        return False
+    with contextlib.suppress(LoadError):
+        return storage.read(METADATA_FILE, len(REMOVED)) == REMOVED
+    return False
 
 
 def _reason_to_wait(storage: Storage, now_ns: int | None = None) -> str | None:
@@ -498,12 +486,9 @@ def _folders_of_megatron(storage: Storage) -> list[str]:
 
 def _index_of(storage: Storage) -> CheckpointIndex | None:
     """The index that says what there is to remove."""
-    try:
-        with storage.open_reader(METADATA_FILE, direct="off") as reader:
-            content = reader.read(0, min(MAX_METADATA_BYTES, reader.size_bytes))
-        return parse_index(content, storage.location, strict=False)
-    except LoadError:
-        return None
+    with contextlib.suppress(LoadError):
+        return read_index(checkpoint_path(storage.location), strict=False)
+    return None
 
 
 def _own_files(index: CheckpointIndex) -> Iterator[str]:

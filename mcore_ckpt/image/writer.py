@@ -392,7 +392,7 @@ class ImageWriter:
 
     def _finish(self, stream: ImageStream) -> None:
         started = time.perf_counter()
-        stream.writer.finish(stream.size_bytes)
+        stream.writer.finish()
         stream.fsync_s = time.perf_counter() - started
         stream.finished = True
         with self._lock:
@@ -483,7 +483,7 @@ def write_preloaded_data(
     images: ImageWriter, storage: Storage, planned: PlannedFile, content: Fill | memoryview
 ) -> None:
     """Write the file of one bucket, bytes_data, then tensor_data; it is durable when `images` is left."""
-    writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes)
+    writer = storage.open_writer(planned.name, planned.image.size_bytes)
     writer.is_unique = True  # the name has the save's id; the coordinator looks at the files of all ranks
     stream = images.open(writer, planned)
     if isinstance(content, memoryview):

@@ -46,7 +46,7 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import coordination_group, without_modes
-from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of
 from mcore_ckpt.directory.publish import give_back, reserve, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.integrity import Manifest, split_metadata
@@ -220,7 +220,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         if file is None or waits or COMMON_STATE_KEY.encode() in pickled:
             reader = opened_reader(directory, options, version)
             manifest = reader.index.manifest
-            file = common_file_in_force(with_common_files(storage, names, reader.index), reader.index)
+            file = common_file_in_force(storage, reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = common_object(reader)
                 note_common(identity_of(manifest, version), reader)
@@ -455,7 +455,7 @@ def _is_of_another_format(directory: Path) -> bool:
             return False
         if any(name.startswith("mp_rank_") for name in names):
             return True
-        return not is_megatrons(directory, read_index(directory, strict=False), names)[0]
+        return not is_megatrons(directory, read_index(directory, strict=False))[0]
     except (LoadError, OSError):
         return False
 

@@ -315,7 +315,7 @@ class _Compared(RangeWriter):
         if self._reader.read(offset, nbytes) != view[:nbytes]:
             raise SaveError(f"{self.name}: bytes [{offset}, {offset + nbytes}) are not what was written")
 
-    def finish(self, size_bytes: int) -> None:
+    def finish(self) -> None:
         pass
 
     def abort(self) -> None:

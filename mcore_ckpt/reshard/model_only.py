@@ -128,13 +128,10 @@ def _under_note(
     storage: Storage, judged: Identity | None, checkpoint: RunCheckpoint, run: str | os.PathLike[str], change: _Change
 ) -> str | None:
     """Change a checkpoint with a note there, which keeps saves out; or why it must stay as it is."""
-    commit = Commit.begin(storage, {REMOVAL: True})
-    try:
+    with Commit.begin(storage, {REMOVAL: True}) as commit:
         reason = partial(reason_to_stay, checkpoint, run, commit.id)
         why = _SAVED_AGAIN if commit.base != judged else reason(storage)
         return change(commit, reason) if why is None else why
-    finally:
-        commit.give_up()
 
 
 def _left_by_removal(storage: Storage, index: CheckpointIndex) -> list[str]:

@@ -19,7 +19,7 @@ from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import is_note
-from mcore_ckpt.directory.in_force import common_file_in_force, index_files, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, index_files
 from mcore_ckpt.directory.iterations import files_below, refuse_incomplete
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
@@ -112,8 +112,8 @@ def opened(directory: Path) -> Iterator[Opened]:
     """Open a source; an error in the block closes it, and so does a save that has replaced it. Raises `LoadError`."""
     version = index_version(directory)
     index = read_index(directory)
-    files, storage = SourceFiles(index), storage_at(directory)
-    refuse_incomplete(directory, index, with_common_files(storage, storage.list(), index))
+    files = SourceFiles(index)
+    refuse_incomplete(directory, index)
     payloads = StoredPayloads(index)
     try:
         yield Opened(index, files, read_plain_state(index), payloads)
@@ -287,7 +287,7 @@ def _carry_sidecars(
     """Copy what stays valid next to the data; `common_content` replaces the content of `common.pt`."""
     path = checkpoint_path(index.path)
     source = storage_at(path)
-    common = common_file_in_force(with_common_files(source, source.list(), index), index)
+    common = common_file_in_force(source, index)
     for name in sidecars:
         with source.open_reader(name, direct="off") as given:
             copy_stream(given, target.new_file(name, given.size_bytes, direct="off"))

@@ -106,14 +106,14 @@ class Target:
         """Begin a file, in place of one that an earlier run has left; raises `SaveError`."""
         if not self.storage.is_store:
             self.storage.delete(name)
-        return self.storage.open_writer(name, size_bytes=size_bytes, direct=direct)
+        return self.storage.open_writer(name, size_bytes, direct=direct)
 
     def put(self, name: str, content: bytes) -> None:
         """Make a small file, durably; raises `SaveError`."""
         writer = self.new_file(name, len(content), direct="off")
         try:
             writer.write(0, memoryview(content))
-            writer.finish(len(content))
+            writer.finish()
         except BaseException:
             writer.abort()
             raise
@@ -229,11 +229,8 @@ def remove_begun(target: Path, source: Path) -> bool:
         left = _left_by_others(storage)
         if not left or not all(str((owner.noted or {}).get(_SOURCE)).startswith(origin) for owner in left):
             return False
-        commit = Commit.begin(storage, {_NOTED: []})
-        try:
+        with Commit.begin(storage, {_NOTED: []}) as commit:
             _clear(target, commit)
-        finally:
-            commit.give_up()
         return True
     with _begun(target) as journal:
         if journal is not None and _by_name(journal.fingerprint).get("source", "").startswith(origin):
@@ -295,8 +292,7 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
     storage.ensure()
     if not _left_by_others(storage):
         _refuse_others(target, storage)
-    commit = Commit.begin(storage, {_NOTED: [], _SOURCE: _by_name(fingerprint).get("source")})
-    try:
+    with Commit.begin(storage, {_NOTED: [], _SOURCE: _by_name(fingerprint).get("source")}) as commit:
         _clear(target, commit)
         making = _Making(commit, target)
         try:
@@ -304,8 +300,6 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
         except BaseException:
             making.give_up()
             raise
-    finally:
-        commit.give_up()
 
 
 def _clear(target: Path, commit: Commit) -> None:
@@ -350,7 +344,7 @@ class _Making:
                 return
             _remove_files(storage, self.noted)
         except CheckpointError:
-            self.commit.leave()  # the next run removes what is left
+            self.commit.is_over = True  # the next run finds the note, and removes what is left
 
 
 def _left_by_others(storage: Storage) -> list[Owner]:

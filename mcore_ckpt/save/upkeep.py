@@ -32,7 +32,7 @@ from mcore_ckpt.core.console import human_bytes, logger_of
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import PARTIAL, SaveOptions, checkpoint_path, local_path
 from mcore_ckpt.core.process import exit_text, lower_priority
-from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
+from mcore_ckpt.directory.copying import SupersededError, drain, give_up, identity_of, metadata_of, undrained
 from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import NOT_COPIED, prune_run
@@ -248,6 +248,11 @@ os.register_at_fork(after_in_child=_disown)
 
 def _ask(task: dict[str, Any]) -> None:
     try:
+        if _is_over:  # a save of an `atexit` function that was registered before this module's
+            raise SaveError(
+                "the trainer ends, and has waited for it already. The next run removes old checkpoints, and copies this"
+                " one; `mcore-ckpt export` exports it"
+            )
         with _lock:
             if not _started or _started[-1].dead:
                 _started[:] = [_UpkeepProcess()]
@@ -271,7 +276,16 @@ def training_waits() -> Iterator[None]:
                 page.training_waits -= 1
 
 
+_is_over = False  # the process has ended with its trainer
+
+
 @atexit.register
+def _end() -> None:
+    global _is_over
+    _is_over = True
+    _finish()
+
+
 def _finish() -> None:
     for process in _started:
         if not process.dead:
@@ -569,7 +583,8 @@ class _Copies:
                     return None
                 if note.replaces is None:
                     # A leftover of an earlier job, which had not begun, replaces nothing.
-                    note = replace(note, replaces=there_now(note) if directory in self._order else "")
+                    there = metadata_of(storage_at(note.to)) if directory in self._order else None
+                    note = replace(note, replaces=identity_of(there))
                     note.write(directory)
                 return self._copy(directory, note)
         except SupersededError as error:

@@ -93,33 +93,21 @@ class GcsClient(ObjectClient):
         modified_ns = int(blob.updated.timestamp() * 1e9)
         return ObjectState(str(blob.generation), int(blob.size), modified_ns, metadata.get(_PUT_ID, ""))
 
-    def get_end(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
-        state = self.head(key)
-        if state is None:
-            raise FileNotFoundError(errno.ENOENT, f"GET {self.place}/{key}: there is no such object")
-        end = bytearray(min(most_bytes, state.size_bytes))
-        self.get_into(key, state.size_bytes - len(end), memoryview(end), state.version)
-        return state, bytes(end)
-
-    def get_into(self, key: str, offset: int, view: memoryview, version: str) -> None:
-        if not len(view):
-            return
+    def get_range(self, key: str, start: int, stop: int, version: str) -> bytes:
         try:
-            with self.asked(f"bytes [{offset}, {offset + len(view)}) of", key):
-                content = self._bucket.blob(key).download_as_bytes(
-                    start=offset,
-                    end=offset + len(view) - 1,
+            with self.asked(f"bytes [{start}, {stop}) of", key):
+                content: bytes = self._bucket.blob(key).download_as_bytes(
+                    start=start,
+                    end=stop - 1,
                     raw_download=True,
                     if_generation_match=int(version),
                     checksum=None,  # there is one of whole objects only
                     retry=self._retry,
                     **self._waits,
                 )
+                return content
         except FileNotFoundError as error:
             raise FileExistsError(errno.EEXIST, f"{error.strerror}, or another version of it") from None
-        if len(content) != len(view):
-            raise OSError(errno.ERANGE, f"GET {self.place}/{key}: {len(content)} of {len(view)} bytes came")
-        view[:] = content
 
     def put_once(self, key: str, content: bytes, condition: Condition, put_id: str) -> str:
         blob = self._bucket.blob(key)

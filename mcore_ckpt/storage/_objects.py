@@ -3,10 +3,10 @@
 An object is there complete or not at all, and durable as soon as it is there. So `sync` has nothing to do, and what a
 file system does by links and renames is done by conditional puts here: of all who replace a version, one succeeds.
 
-A data file is one stream of parts. What is written early is kept until what lies before it has been sent; all of it, if
-the length is not known. Bytes are copied, since an upload keeps them, and the caller's memory is used again. An object
-of one part is put in one request, unless there is one. A larger one is looked for when its upload begins and before it
-ends, since uploads have no such condition, and when it is complete; a file whose name is unique by the coordinator.
+A data file is one stream of parts. What is written early is kept until what lies before it has been sent. Bytes are
+copied, since an upload keeps them, and the caller's memory is used again. An object of one part is put in one request,
+unless there is one. A larger one is looked for when its upload begins and before it ends, since uploads have no such
+condition, and when it is complete; a file whose name is unique by the coordinator.
 
 **The client** (`ObjectClient`) talks to one bucket, by a library that repeats what fails for a moment. Its errors are
 `OSError`s whose text names the request, the bucket and the key; it never holds a credential.
@@ -62,6 +62,7 @@ _LONGEST_PAUSE_S: Final = 10.0
 # How much of a deadline one request has: the rest is for giving up, on the writer's side and on the coordinator's.
 _ATTEMPT_OF_DEADLINE: Final = 0.3
 _RETRIES_OF_DEADLINE: Final = 0.4
+_ENDED: Final = OSError(errno.EBADF, "it is finished or aborted")
 
 
 class Timeouts(NamedTuple):
@@ -148,9 +149,6 @@ class ObjectClient(ABC):
     part_bytes: int = 8 * 1024 * 1024  # of the parts of an upload, at least
     max_parts: int = 10_000
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.place!r})"
-
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self.place}: a client holds credentials; another process makes its own")
 
@@ -162,13 +160,24 @@ class ObjectClient(ABC):
     def head(self, key: str) -> ObjectState | None:
         """The version that is there; None if there is none."""
 
-    @abstractmethod
     def get_end(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
         """The version that is there, and its last bytes. Its `put_id` may be left out."""
+        state = self.head(key)
+        if state is None:
+            raise FileNotFoundError(errno.ENOENT, f"GET {self.place}/{key}: there is no such object")
+        start = max(0, state.size_bytes - most_bytes)
+        return state, self.get(key, start, state.size_bytes, state.version)
+
+    def get(self, key: str, start: int, stop: int, version: str) -> bytes:
+        """Bytes `[start, stop)` of that version; raises `FileExistsError` if it is not there any more."""
+        content = self.get_range(key, start, stop, version) if start < stop else b""
+        if len(content) != stop - start:
+            raise OSError(errno.ERANGE, f"GET {self.place}/{key}: {len(content)} of {stop - start} bytes came")
+        return content
 
     @abstractmethod
-    def get_into(self, key: str, offset: int, view: memoryview, version: str) -> None:
-        """Fill a view with bytes of that version; raises `FileExistsError` if it is not there any more."""
+    def get_range(self, key: str, start: int, stop: int, version: str) -> bytes:
+        """As `get`, of a range that is not empty; the store may send less."""
 
     @abstractmethod
     def put_once(self, key: str, content: bytes, condition: Condition, put_id: str) -> str:
@@ -251,13 +260,13 @@ class ObjectWriter(RangeWriter):
 
     direct = False
 
-    def __init__(self, client: ObjectClient, key: str, name: str, size_bytes: int | None) -> None:
+    def __init__(self, client: ObjectClient, key: str, name: str, size_bytes: int) -> None:
         self.name = name
         self._client = client
         self._key = key
         self._size_bytes = size_bytes
         self._part_bytes = client.part_bytes
-        while size_bytes is not None and size_bytes > self._part_bytes * (client.max_parts - 1):
+        while size_bytes > self._part_bytes * (client.max_parts - 1):
             self._part_bytes *= 2
         self._lock = threading.Lock()
         self._early: dict[int, bytes] = {}  # by their offset
@@ -269,22 +278,19 @@ class ObjectWriter(RangeWriter):
         self._made = False
 
     def write(self, offset: int, view: memoryview) -> None:
-        view = memoryview(view).cast("B")
-        if self._size_bytes is not None:  # what reaches past the end is padding
-            view = view[: max(0, self._size_bytes - offset)]
-        content = bytes(view)
+        content = bytes(memoryview(view).cast("B")[: max(0, self._size_bytes - offset)])  # behind the end: padding
         with self._lock:
             if self._ended:
-                raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.name, _ended())
+                raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.name, _ENDED)
             if content:
                 self._early[offset] = content
-            while self._size_bytes is not None and self._sent_bytes in self._early:
-                self._send(self._early.pop(self._sent_bytes), self._size_bytes)
+            while self._sent_bytes in self._early:
+                self._send(self._early.pop(self._sent_bytes))
 
-    def _send(self, content: bytes, size_bytes: int) -> None:
+    def _send(self, content: bytes) -> None:
         with saving(f"writing bytes [{self._sent_bytes}, {self._sent_bytes + len(content)})", self.name):
             self._sent_bytes += len(content)
-            if size_bytes <= self._part_bytes:
+            if self._size_bytes <= self._part_bytes:
                 self._small += content
             elif self._upload is not None:
                 self._upload.write(content)
@@ -299,15 +305,15 @@ class ObjectWriter(RangeWriter):
         if not self.is_unique and self._client.head(self._key) is not None:
             raise FileExistsError(errno.EEXIST, "the object is there already")
 
-    def finish(self, size_bytes: int) -> None:
+    def finish(self) -> None:
+        size_bytes = self._size_bytes
         with self._lock:
             if self._ended:
-                raise save_error("finishing it", self.name, _ended())
+                raise save_error("finishing it", self.name, _ENDED)
             self._ended = True
             for offset in sorted(self._early):  # where nothing was written, a file has zeros
-                content = bytes(offset - self._sent_bytes) + self._early.pop(offset)
-                self._send(content[: size_bytes - self._sent_bytes], size_bytes)
-            self._send(bytes(size_bytes - self._sent_bytes), size_bytes)
+                self._send(bytes(offset - self._sent_bytes) + self._early.pop(offset))
+            self._send(bytes(size_bytes - self._sent_bytes))
             with saving("finishing it", self.name):
                 version = None
                 if self._upload is None:
@@ -342,18 +348,12 @@ class ObjectWriter(RangeWriter):
                 self._client.delete(self._key)
 
 
-def _ended() -> OSError:
-    return OSError(errno.EBADF, "it is finished or aborted")
-
-
 # So much of an object's end comes with its length at an open: small ones cost one request, and a data file shows by it
 # that it is the right one.
 _END_BYTES: Final = 64 * 1024
 # The longest object that is given another name: it is held in memory, and put in one request.
 _MAX_SMALL_BYTES: Final = 1024**3
 _ATTEMPTS: Final = 100
-# So often a store is asked what it holds after a put that it has answered.
-_LOOKS: Final = 3
 
 
 class ObjectStorage(Storage):
@@ -386,9 +386,6 @@ class ObjectStorage(Storage):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reopen, (self._url, self._deadline_s)  # credentials stay here: another process asks for its own
-
-    def __repr__(self) -> str:
-        return f"ObjectStorage({self._url!r})"
 
     def within(self, deadline_s: float | None) -> Storage:
         return self._reopen(self._url, deadline_s)
@@ -452,7 +449,7 @@ class ObjectStorage(Storage):
 
     # Data files
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(self, name: str, size_bytes: int, *, direct: DirectIo = "auto") -> RangeWriter:
         # (an object has its name when it is complete, and no writer replaces one)
         return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes)
 
@@ -485,22 +482,14 @@ class ObjectStorage(Storage):
                 if error.errno not in (errno.EEXIST, errno.ENOENT):
                     raise
                 return None
-            # What it replaces is removed next, so the answer alone is no proof.
-            state = self._seen_after_put(name, key)
+            try:  # what it replaces is removed next, so the answer alone is no proof
+                state = self._client.head(key)
+            except OSError as error:
+                raise self._unknown(name, error) from error
             if state is None or (state.version == condition and state.version != written):
                 text = "the store has answered that it holds this, and does not; what was there before is still valid"
                 raise OSError(errno.EREMOTEIO, text)
             return _version(state._replace(version=written, size_bytes=len(content)))
-
-    def _seen_after_put(self, name: str, key: str) -> ObjectState | None:
-        """What lies there after a put that the store has answered."""
-        for attempt in range(_LOOKS):
-            try:
-                return self._client.head(key)
-            except OSError as error:
-                if attempt + 1 == _LOOKS:
-                    raise self._unknown(name, error) from error
-        raise AssertionError("unreachable")
 
     def _unknown(self, name: str, error: OSError) -> OutcomeUnknownError:
         return OutcomeUnknownError(
@@ -543,12 +532,6 @@ class ObjectStorage(Storage):
 
     # The directory, which is there as long as there are keys
 
-    def ensure(self) -> None:
-        pass
-
-    def sync(self, *, parents: bool = False) -> None:
-        pass
-
     def remove(self) -> bool:
         found = self._listed()
         return not found.folders and not found.sizes
@@ -565,18 +548,18 @@ class _ObjectReader(RangeReader):
         self._key = key
         self._version = state.version
         self._end = end
-        self._end_at = state.size_bytes - len(end)
 
     def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:
         view = memoryview(view).cast("B")
         self.check_range(offset, len(view))
-        asked_bytes = min(len(view), max(0, self._end_at - offset))
+        end_at = self.size_bytes - len(self._end)
+        asked_bytes = min(len(view), max(0, end_at - offset))
         if asked_bytes < len(view):
-            start = offset + asked_bytes - self._end_at
+            start = offset + asked_bytes - end_at
             view[asked_bytes:] = self._end[start : start + len(view) - asked_bytes]
         if asked_bytes:
             try:
-                self._client.get_into(self._key, offset, view[:asked_bytes], self._version)
+                view[:asked_bytes] = self._client.get(self._key, offset, offset + asked_bytes, self._version)
             except OSError as error:
                 if error.errno in (errno.EEXIST, errno.ENOENT, errno.ERANGE):
                     raise CorruptCheckpointError(
@@ -586,9 +569,6 @@ class _ObjectReader(RangeReader):
                 raise _load_error(self.name, error, offset, len(view)) from error
         if arrived is not None and len(view):
             arrived(view)
-
-    def close(self) -> None:
-        pass
 
 
 def _check_key(name: str) -> str:

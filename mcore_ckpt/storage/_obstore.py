@@ -120,36 +120,25 @@ class ObstoreClient(ObjectClient):
             return None
 
     def get_end(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
-        return self.repeated(partial(self._get_end_once, key, most_bytes))
+        found = self.repeated(partial(self._get_end_once, key, most_bytes)) if self._has_suffixes else None
+        return found or super().get_end(key, most_bytes)
 
-    def _get_end_once(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
+    def _get_end_once(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes] | None:
         with self.asked("GET", key):
-            if self._has_suffixes:
-                try:
-                    found = obstore.get(self._store, key, options={"range": {"suffix": most_bytes}})
-                    return _state(found.meta), bytes(found.bytes())
-                except exceptions.BaseError as error:
-                    if not _NO_RANGE.search(str(error)):  # of an object without bytes there is none
-                        raise
-            meta = obstore.head(self._store, key)
-            state = _state(meta)
-            if not state.size_bytes:
-                return state, b""
-            wanted = max(0, state.size_bytes - most_bytes), state.size_bytes
-            found = obstore.get(self._store, key, options={"range": wanted, "if_match": state.version})
-            return state, bytes(found.bytes())
+            try:
+                found = obstore.get(self._store, key, options={"range": {"suffix": most_bytes}})
+                return _state(found.meta), bytes(found.bytes())
+            except exceptions.BaseError as error:
+                if not _NO_RANGE.search(str(error)):  # of an object without bytes there is none
+                    raise
+        return None
 
-    def get_into(self, key: str, offset: int, view: memoryview, version: str) -> None:
-        if not len(view):
-            return
-        content = memoryview(self.repeated(partial(self._get_once, key, (offset, offset + len(view)), version)))
-        if len(content) != len(view):
-            raise OSError(errno.ERANGE, f"GET {self.place}/{key}: {len(content)} of {len(view)} bytes came")
-        view[:] = content
+    def get_range(self, key: str, start: int, stop: int, version: str) -> Any:
+        return self.repeated(partial(self._get_once, key, (start, stop), version))
 
-    def _get_once(self, key: str, wanted: tuple[int, int], version: str) -> Any:
+    def _get_once(self, key: str, wanted: tuple[int, int], version: str) -> memoryview:
         with self.asked(f"bytes [{wanted[0]}, {wanted[1]}) of", key):
-            return obstore.get(self._store, key, options={"range": wanted, "if_match": version}).bytes()
+            return memoryview(obstore.get(self._store, key, options={"range": wanted, "if_match": version}).bytes())
 
     def put_once(self, key: str, content: bytes, condition: Condition, put_id: str) -> str:
         mode: Any = "overwrite"

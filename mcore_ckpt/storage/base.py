@@ -43,9 +43,7 @@ def align_up(position: int, alignment: int = ALIGNMENT_BYTES) -> int:
 
 def check_name(name: str) -> str:
     """Return `name` if it stays inside the directory that it is relative to; else raise `CorruptCheckpointError`."""
-    if not name or "\0" in name:
-        raise CorruptCheckpointError(f"file name {name!r}: expected a relative path inside the checkpoint")
-    if not {"", ".", ".."}.isdisjoint(name.split("/")):
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise CorruptCheckpointError(
             f"file name {name!r}: expected a relative path inside the checkpoint, without empty, '.' or '..' parts"
         )
@@ -116,8 +114,8 @@ class FileVersion(NamedTuple):
 class RangeReader(ABC):
     """One open file, read at any offset by any number of threads.
 
-    A back-end implements `read_into` and `close`. `is_cached` and `scatter` are for files that the memory of this host
-    may hold already; elsewhere their defaults are true.
+    A back-end implements `read_into`, and `close` if it holds something open. `is_cached` and `scatter` are for files
+    that the memory of this host may hold already; elsewhere their defaults are true.
     """
 
     name: str  # as an error message should show it (for a local file, its path)
@@ -156,9 +154,8 @@ class RangeReader(ABC):
 
     def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
         """Read bytes `[offset, offset + nbytes)`, which `is_cached`, into `count` (at most 1,024) places of memory at
-        once, whose addresses and lengths (uint64, `struct iovec`) lie at the address `vectors`.
-
-        False if it cannot be done so; places may have been written. `read_into` then tells why.
+        once, whose addresses and lengths (uint64, `struct iovec`) lie at the address `vectors`. False if it cannot be
+        done so; places may have been written. `read_into` then tells why.
         """
         return False
 
@@ -170,8 +167,7 @@ class RangeReader(ABC):
                 "it was truncated, or the metadata does not belong to it"
             )
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (there may be nothing to release)
         """Release the file. Twice is harmless."""
 
     def __enter__(self) -> RangeReader:
@@ -190,15 +186,13 @@ class RangeWriter(ABC):
 
     @abstractmethod
     def write(self, offset: int, view: memoryview) -> None:
-        """Write all of `view` at `offset`; the memory may be reused on return.
-
-        Fast where offset, length and the address of the memory are multiples of `ALIGNMENT_BYTES` (so the last write
-        may well reach past the end, which `finish` cuts off); correct in any case.
+        """Write all of `view` at `offset`; the memory may be reused on return. Fast if offset, length and address are
+        multiples of `ALIGNMENT_BYTES`: the last write may well reach past the file's length, to which `finish` cuts it.
         """
 
     @abstractmethod
-    def finish(self, size_bytes: int) -> None:
-        """Cut the file to `size_bytes`, make it durable and close it, also on `SaveError`; `abort` then removes it."""
+    def finish(self) -> None:
+        """Give the file its length, make it durable and close it, also on `SaveError`; `abort` then removes it."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -230,6 +224,9 @@ class Storage(ABC):
         """The directory as messages name it."""
         return self.location
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r})"
+
     @abstractmethod
     def path(self, name: str) -> str:
         """A file as messages name it."""
@@ -238,10 +235,8 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self) -> list[str]:
-        """Names of the files in the directory itself, sorted; empty when there is no such directory.
-
-        A network file system may list what is gone, and leave out what is new: ask for a file by its name before
-        anything is deleted for being missing here. Raises `LoadError` for a directory that cannot be listed.
+        """Names of the files in the directory itself, sorted; empty when there is none. Raises `LoadError`. A network
+        file system may list what is gone, and leave out what is new: by its name a file is asked for itself.
         """
 
     @abstractmethod
@@ -279,11 +274,9 @@ class Storage(ABC):
 
     @abstractmethod
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
-        """Open a regular file for reading. Raises `LoadError`.
-
-        `direct`: O_DIRECT for what is not in the page cache (`"auto"`), as far as the file system has it, or for
-        nothing (`"off"`). `"keep"` is as `"auto"`, but what is not in the page cache is read through it, and stays
-        there.
+        """Open a regular file for reading. Raises `LoadError`. `direct`: O_DIRECT for what is not in the page cache
+        (`"auto"`), where the file system has it, or for nothing (`"off"`); `"keep"`: it is read through the page cache,
+        and stays there.
         """
 
     def read(self, name: str, most_bytes: int | None = None) -> bytes:
@@ -312,10 +305,9 @@ class Storage(ABC):
     # Data files
 
     @abstractmethod
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
-        """Create a file, and missing directories on the way to it, for writing; never touches one that exists (an
-        object store tells when it is written or finished). `size_bytes` are reserved at once. `direct` as in
-        `open_reader`. Raises `SaveError`.
+    def open_writer(self, name: str, size_bytes: int, *, direct: DirectIo = "auto") -> RangeWriter:
+        """Create a file of that length, and missing directories on the way to it; never touches one that exists (an
+        object store tells when it is written or finished). `direct` as in `open_reader`. Raises `SaveError`.
         """
 
     @abstractmethod
@@ -326,10 +318,8 @@ class Storage(ABC):
 
     @abstractmethod
     def publish(self, name: str, content: bytes) -> None:
-        """Make `name` hold `content`, replacing what it held, atomically and durably: whenever the machine stops, it
-        holds all of the old or all of the new content. Missing directories on the way to it are made.
-
-        On `SaveError` the old content, if any, is still there.
+        """Make `name` hold `content`, atomically and durably: all of the old or all of the new content, whenever the
+        machine stops, and the old on `SaveError`. Missing directories on the way to it are made.
         """
 
     def claim(self, name: str, owner: str) -> str:
@@ -343,10 +333,8 @@ class Storage(ABC):
         return None
 
     def replace_if(self, name: str, content: bytes, before: FileVersion | None) -> FileVersion | None:
-        """As `publish`, if the file still is that version, by its `number`; None: if there is none. Only where
-        it `is_store`.
-
-        Returns the new version; None if there is another file, which is left as it is. On `OutcomeUnknownError` it may
+        """As `publish`, if the file still is that version, by its `number`; None: if there is none. Only where it
+        `is_store`. Returns the new version; None if there is another file, which stays. On `OutcomeUnknownError` it may
         still happen; on another `SaveError` it has not happened, and will not.
         """
         raise NotImplementedError
@@ -365,12 +353,12 @@ class Storage(ABC):
 
     # The directory
 
-    @abstractmethod
-    def ensure(self) -> None:
+    # (In a store there is none, and what is put is durable.)
+
+    def ensure(self) -> None:  # noqa: B027
         """Make the directory, and those above it, durably, if there is none. Raises `SaveError`."""
 
-    @abstractmethod
-    def sync(self, *, parents: bool = False) -> None:
+    def sync(self, *, parents: bool = False) -> None:  # noqa: B027
         """Make names durable that were created, moved or deleted here; `parents`: the directory's own, too."""
 
     @abstractmethod

@@ -104,7 +104,6 @@ _MADV_POPULATE_WRITE: Final = 23  # <linux/mman.h>, which the mmap module does n
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _SHORT_COPY_BYTES = 256 * 1024
-_SAMPLES = 2
 _SAMPLE_PAGES = 16
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -163,10 +162,9 @@ def _libc() -> Any:
         ("munmap", [ctypes.c_void_p, ctypes.c_size_t]),
         ("madvise", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]),
     ):
-        function = getattr(library, name, None)
-        if function is not None:
-            function.argtypes = arguments
-            function.restype = ctypes.c_int
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = ctypes.c_int
     library.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, offset]
     library.preadv.restype = ctypes.c_ssize_t
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset]
@@ -179,16 +177,9 @@ def address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
 
 
-def preallocate(fd: int, nbytes: int) -> None:
-    """Reserve bytes `[0, nbytes)` and set the file's length, where the file system can. Raises `OSError`."""
-    if nbytes > 0:  # (`os.posix_fallocate` would write into every block where the file system cannot)
-        _advise("fallocate", fd, 0, 0, nbytes)
-
-
 def _advise(name: str, *arguments: int) -> None:
-    """A call of the C library that it or the file system may lack; raises `OSError` if it fails otherwise."""
-    function = getattr(_libc(), name, None)
-    while function is not None and function(*arguments) != 0:
+    """A call of the C library that the file system may lack; raises `OSError` if it fails otherwise."""
+    while getattr(_libc(), name)(*arguments) != 0:
         code = ctypes.get_errno()
         if code in _NOT_SUPPORTED:
             return
@@ -248,16 +239,15 @@ class Residency:
                     self.close()
 
     def cached_share(self, offset: int, nbytes: int) -> float:
-        """About what part of bytes `[offset, offset + nbytes)` is cached, 0.0 to 1.0, by a few samples."""
+        """About what part of bytes `[offset, offset + nbytes)` is cached, 0.0 to 1.0, by its ends."""
         if self._address is None or offset >= self._size_bytes:
             return 0.0
         first = offset // mmap.PAGESIZE
         pages = align_up(min(offset + nbytes, self._size_bytes), mmap.PAGESIZE) // mmap.PAGESIZE - first
-        if pages <= _SAMPLES * _SAMPLE_PAGES:
+        if pages <= 2 * _SAMPLE_PAGES:
             return self._cached_pages(first, pages) / pages
-        step = (pages - _SAMPLE_PAGES) // (_SAMPLES - 1)
-        cached = sum(self._cached_pages(first + i * step, _SAMPLE_PAGES) for i in range(_SAMPLES))
-        return cached / (_SAMPLES * _SAMPLE_PAGES)
+        samples = first, first + pages - _SAMPLE_PAGES
+        return sum(self._cached_pages(sample, _SAMPLE_PAGES) for sample in samples) / (2 * _SAMPLE_PAGES)
 
     def _cached_pages(self, first: int, pages: int) -> int:
         resident = ctypes.create_string_buffer(pages)
@@ -376,14 +366,11 @@ class LocalReader(RangeReader):
             self.size_bytes = status.st_size
             self.version = FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
             if direct == "auto":
-                try:
-                    self._direct_fd = open_regular(root, name, os.O_DIRECT, follow_links=follow_links)
+                try:  # this very file, whatever its name stands for by now
+                    self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:
+                    if error.errno not in (errno.EINVAL, errno.ENOENT):
                         raise
-                else:
-                    if not os.path.samestat(status, os.fstat(self._direct_fd)):
-                        raise OSError(errno.ESTALE, "another file took its name while it was opened")
             if direct in ("auto", "keep"):
                 self._residency = Residency(self._fd, self.size_bytes)
         except BaseException:
@@ -506,8 +493,9 @@ _UNSYNCED_WRITES: Final = 2
 class LocalWriter(RangeWriter):
     """A new file. `finish` is for one thread, after the last `write` has returned."""
 
-    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
+    def __init__(self, path: str, size_bytes: int, direct: DirectIo) -> None:
         self.name = path
+        self._size_bytes = size_bytes
         self.direct = False
         self._lock = threading.Lock()
         self._buffered_fd: int | None = None
@@ -519,8 +507,8 @@ class LocalWriter(RangeWriter):
         try:
             if direct != "off":
                 self.direct = enable(fd)
-            if size_bytes is not None:
-                preallocate(fd, align_up(size_bytes) if self.direct else size_bytes)
+            # (`os.posix_fallocate` would write into every block where the file system cannot reserve them.)
+            _advise("fallocate", fd, 0, 0, align_up(size_bytes) if self.direct else size_bytes)
         except BaseException:
             self.abort()
             raise
@@ -537,7 +525,7 @@ class LocalWriter(RangeWriter):
                 with self._lock:
                     self._writes_in_progress -= 1
                     if self._aborted and self._writes_in_progress == 0:
-                        self._close(suppress=True)
+                        self._close()
 
     def _write(self, fd: int, offset: int, view: memoryview) -> None:
         if not self.direct:
@@ -574,23 +562,23 @@ class LocalWriter(RangeWriter):
             write_back(fd, *oldest, wait=True)
             drop_cached(fd, *oldest)
 
-    def finish(self, size_bytes: int) -> None:
-        with saving(f"finishing the file at {size_bytes} bytes", self.name):
+    def finish(self) -> None:
+        with saving(f"finishing the file at {self._size_bytes} bytes", self.name):
             try:
                 fd = self._open_fd()
-                if os.fstat(fd).st_size != size_bytes:
-                    os.ftruncate(fd, size_bytes)
+                if os.fstat(fd).st_size != self._size_bytes:
+                    os.ftruncate(fd, self._size_bytes)
                 if self._buffered_fd is not None:
                     os.fsync(self._buffered_fd)  # a failed write-back is reported to the fd that was open then
                 os.fsync(fd)
                 if self._unsynced or self._buffered_fd is not None:
                     drop_cached(fd)
             except OSError:
-                self._close(suppress=True)
+                self._close()
                 raise
-            self._close()
+            self._close(raises=True)
 
-    def _close(self, suppress: bool = False) -> None:
+    def _close(self, raises: bool = False) -> None:
         fds = [fd for fd in (self._buffered_fd, self._fd) if fd is not None]
         self._fd = self._buffered_fd = None
         failure: OSError | None = None
@@ -599,7 +587,7 @@ class LocalWriter(RangeWriter):
                 os.close(fd)
             except OSError as error:
                 failure = error
-        if failure is not None and not suppress:
+        if failure is not None and raises:
             raise failure
 
     def abort(self) -> None:
@@ -608,6 +596,6 @@ class LocalWriter(RangeWriter):
                 return
             self._aborted = True
             if self._writes_in_progress == 0:
-                self._close(suppress=True)
+                self._close()
         with contextlib.suppress(OSError):
             os.unlink(self.name)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
@@ -52,6 +52,8 @@ from mcore_ckpt.storage.direct_io import (
 _NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
 # What one answers that has no file locks.
 _NO_LOCKS: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+
+_T = TypeVar("_T")
 
 _logger = logger_of(__name__)
 
@@ -133,9 +135,6 @@ class LocalStorage(Storage):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.root,)  # writer processes get the path; buffers and locks stay here
 
-    def __repr__(self) -> str:
-        return f"LocalStorage({str(self.root)!r})"
-
     def path(self, name: str) -> str:
         return os.path.join(self.root, check_name(name))
 
@@ -152,20 +151,13 @@ class LocalStorage(Storage):
         return sorted(self._listed(lambda entry: 0 if _leads_to(entry.is_dir) else None))
 
     def links(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        return self._listed(lambda entry: os.path.realpath(entry.path) if entry.is_symlink() else None)
 
-        def note(entry: os.DirEntry[str]) -> None:
-            if entry.is_symlink():
-                found[entry.name] = os.path.realpath(entry.path)
-
-        self._listed(note)
-        return found
-
-    def _listed(self, of: Callable[[os.DirEntry[str]], int | None]) -> dict[str, int]:
+    def _listed(self, of: Callable[[os.DirEntry[str]], _T | None]) -> dict[str, _T]:
         """What `of` says of each entry, by name; None leaves one out."""
 
-        def listed() -> dict[str, int]:
-            found: dict[str, int] = {}
+        def listed() -> dict[str, _T]:
+            found: dict[str, _T] = {}
             with os.scandir(self.root) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # removed meanwhile
@@ -282,7 +274,7 @@ class LocalStorage(Storage):
             folder = os.path.dirname(folder)
         return path
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(self, name: str, size_bytes: int, *, direct: DirectIo = "auto") -> RangeWriter:
         path = self._own(name)
         with saving("creating the file", path):
             if "/" in name:

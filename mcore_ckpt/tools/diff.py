@@ -38,7 +38,6 @@ from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.load.checks import global_shape, part_of_chunk
 from mcore_ckpt.load.records import check_apart
-from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, in_force
 from mcore_ckpt.tools.keys import (
     StoredState,
@@ -460,7 +459,7 @@ def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[list
     """Differences of two common states, and top-level entries for which this cannot be told."""
     left, right = stored_common_state(a), stored_common_state(b)
     for index in (*([a] if left is None else []), *([b] if right is None else [])):
-        refuse_incomplete(checkpoint_path(index.path), index, storage_at(index.path).list())
+        refuse_incomplete(checkpoint_path(index.path), index)
     if left is not None and right is not None and left.content == right.content:
         return [], ()
     values = [{} if stored is None else _entries(stored) for stored in (left, right)]

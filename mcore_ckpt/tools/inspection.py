@@ -340,9 +340,8 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
     arguments = common.get("args")
     iteration = common.get("iteration")
     missing = [f"{row.file}: the index names this file, but it is not there" for row in files if row.size_bytes is None]
-    names = storage_at(directory).list()
-    is_of_megatron, flaw = is_megatrons(directory, index, names)
-    lost = common_state_flaw(directory, index, names) if is_of_megatron else None
+    is_of_megatron, flaw = is_megatrons(directory, index)
+    lost = common_state_flaw(directory, index) if is_of_megatron else None
     return CheckpointSummary(
         path=str(directory),
         written_by="mcore_ckpt" if index.manifest is not None else "megatron" if is_of_megatron else "dcp",

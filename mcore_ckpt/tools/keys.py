@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
@@ -255,7 +255,7 @@ class StoredState(NamedTuple):
 def stored_common_state(index: CheckpointIndex) -> StoredState | None:
     """The common state of a checkpoint; None if it has none. Raises as `read_plain_state`."""
     storage = storage_at(index.path)
-    file = common_file_in_force(with_common_files(storage, storage.list(), index), index)
+    file = common_file_in_force(storage, index)
     if file is not None:
         where = storage.path(file)
         content = read_common_file(storage, file, index.manifest)

@@ -184,7 +184,7 @@ class Places:
             writes.ensure()
             for name in names:
                 with reads.open_reader(name, direct="off") as given:
-                    copy_stream(given, writes.open_writer(name, size_bytes=given.size_bytes, direct="off"))
+                    copy_stream(given, writes.open_writer(name, given.size_bytes, direct="off"))
         own = -1 if self.target.name == RELEASE else iteration_of(self.target.name)
         if own is None or not storage_at(self.target).exists(CONFIG_FILE):  # else nothing that a job loads
             return
@@ -231,7 +231,7 @@ def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
         for content in given.pieces():
             writer.write(at, memoryview(content))
             at += len(content)
-        writer.finish(given.size_bytes)
+        writer.finish()
     except BaseException:
         writer.abort()
         raise
@@ -323,7 +323,7 @@ def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:
         current_team().divide("check the source", found.data, reads.size, check)
         if gap := next(structure_flaws(found.index, megatron=found.common is not None), None):
             raise CorruptCheckpointError(gap.message)
-        refuse_incomplete(given, found.index, [found.common] if found.common else [])
+        refuse_incomplete(given, found.index)
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         said = without_tracebacks(str(error))
         raise CorruptCheckpointError(

@@ -33,9 +33,9 @@ from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.team import Progress, current_team
-from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.copying import JudgedFiles, copy_file, file_on_its_way
-from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
+from mcore_ckpt.directory.commit import Commit, file_on_its_way
+from mcore_ckpt.directory.copying import JudgedFiles, copy_file
+from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending
 from mcore_ckpt.directory.iterations import common_state_flaw, config_flaw, is_megatrons, structure_flaws, sync_folders
 from mcore_ckpt.directory.publish import sum_of_file
 from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredItem, TensorEntry
@@ -176,13 +176,12 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
     started, directory = time.monotonic(), checkpoint_path(index.path)
     problems = [Problem("index", text, file=METADATA_FILE) for text in index.problems]
     storage = storage_at(directory)
-    names = storage.list()
-    megatron, flaw = is_megatrons(directory, index, names)
+    megatron, flaw = is_megatrons(directory, index)
     if flaw:
         problems.append(Problem("index", flaw, file=CONFIG_FILE))
     problems += [Problem("structure", flaw.message, fqn=flaw.key) for flaw in structure_flaws(index, megatron=megatron)]
 
-    common, common_problems = _common_state(directory, index, storage, names, megatron)
+    common, common_problems = _common_state(directory, index, storage, megatron)
     readable, file_problems = _items_in_files(index, storage, common)
     problems += common_problems + file_problems
     team, files = current_team(), items_by_file(index)
@@ -263,11 +262,10 @@ def _other_elements(payloads: StoredPayloads, main: TensorEntry, weight: TensorE
 
 
 def _common_state(
-    directory: Path, index: CheckpointIndex, storage: Storage, names: Sequence[str], megatron: bool
+    directory: Path, index: CheckpointIndex, storage: Storage, megatron: bool
 ) -> tuple[list[ItemCheck], list[Problem]]:
     """The file of the common state, an archive like any item; only this package compares its checksums."""
-    names = with_common_files(storage, names, index)
-    file = common_file_in_force(names, index)
+    file = common_file_in_force(storage, index)
     if file is not None:
         try:
             read_common_file(storage, file, index.manifest)
@@ -275,7 +273,7 @@ def _common_state(
         except LoadError as error:
             return [], [Problem("file", str(error), file=file)]
     listed = index.manifest is not None and COMMON_FILE in index.manifest.files
-    flaw = common_state_flaw(directory, index, names) if megatron or listed else None
+    flaw = common_state_flaw(directory, index) if megatron or listed else None
     return [], [Problem("file", flaw, file=COMMON_FILE)] if flaw else []
 
 
@@ -554,8 +552,7 @@ def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int,
 def accept_common_file(path: Path) -> str | None:
     """Accept the common state as it is, by a new manifest. Returns its file; None if that says so already."""
     storage = storage_at(path)
-    commit = Commit.begin(storage)
-    try:
+    with Commit.begin(storage) as commit:
         content = read_small_file(path, METADATA_FILE)
         pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")
         if manifest is None:
@@ -563,7 +560,7 @@ def accept_common_file(path: Path) -> str | None:
                 f"{path}/{METADATA_FILE}: has no manifest that could say which common state is its own; any is loaded"
             )
         index = parse_index(content, str(path))
-        name = common_file_in_force(with_common_files(storage, storage.list(), index), index)
+        name = common_file_in_force(storage, index)
         found = None if name is None else sum_of_file(storage, manifest.save_id, name)
         if name is None or found is None:
             raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")
@@ -574,5 +571,3 @@ def accept_common_file(path: Path) -> str | None:
             needed=index_files(index),
         )
         return name
-    finally:
-        commit.give_up()

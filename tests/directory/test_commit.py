@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from mcore_ckpt import LoadError, SaveError, SaveOptions
 from mcore_ckpt.directory import commit as commit_module
-from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, seems_gone
+from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, identity_in_force, note_name, seems_gone
 from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.directory.publish import (
     Target,
@@ -28,6 +29,7 @@ from mcore_ckpt.directory.publish import (
 )
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE, DRAIN_FILE, METADATA_FILE, read_index
+from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.verify import accept_common_file
 from tests.directory import commit_model
@@ -51,9 +53,9 @@ def save_on(storage: Any, common: bytes) -> str:
     target = open_target(storage, OPTIONS)
     name = file_of(target)
     try:
-        writer = storage.open_writer(name)
+        writer = storage.open_writer(name, 4)
         writer.write(0, memoryview(b"data"))
-        writer.finish(4)
+        writer.finish()
         publish(storage, target, sealed(name, target.save_id), has_common_state=False)
     except SaveError:
         target.commit.give_up()
@@ -277,6 +279,25 @@ def test_a_claim_that_names_no_note_is_named(target: str, tmp_path: Path) -> Non
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_begins_on_the_file_behind_one_that_is_gone_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GlusterFS opens what its client remembers as long as another host has it open, and answers ESTALE afterwards."""
+    save(tmp_path, b"first")
+    expected, real, gone = identity_in_force(LocalStorage(tmp_path)), os.preadv, iter([True])
+
+    def preadv(*arguments: Any) -> int:
+        if next(gone, False):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(*arguments)
+
+    monkeypatch.setattr(direct_io, "_LOOKS_S", -1.0)
+    monkeypatch.setattr(os, "preadv", preadv)
+    begun = Commit.begin(LocalStorage(tmp_path))
+    assert begun.base == expected
+    begun.check()
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.storage.resolve import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from tests.support.local_files import names
 from tests.support.processes import in_child
 
@@ -99,7 +99,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_pat
     killed = begin_and_be_killed(tmp_path)
     (tmp_path / killed.replace("__0_1", "hint__3_2")).write_bytes(b"half")
     # Killed here. The old checkpoint is in force, its common state too.
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
+    assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) == COMMON_FILE
     assert first in names(tmp_path)
     third = save(tmp_path, b"three")
     assert names(tmp_path) == {third, METADATA_FILE, COMMON_FILE, "notes.txt"}
@@ -128,7 +128,7 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
     storage, target, name = begin(tmp_path)
     content = metadata(name, objects=("common_state/shard_0_1",))
     publish(storage, target, content, has_common_state=True)
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
+    assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) is None
     assert names(tmp_path) == {name, METADATA_FILE}
 
 
@@ -138,7 +138,7 @@ def test_the_common_state_of_a_killed_save_is_not_that_of_a_checkpoint_that_stoc
     save(tmp_path, b"one")
     begin_and_be_killed(tmp_path)
     save_as_stock(tmp_path)
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
+    assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) == COMMON_FILE
     save(tmp_path, b"three")
     assert not [name for name in names(tmp_path) if "pending" in name]
 
@@ -191,9 +191,9 @@ def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_
     name = data_file_name(0, 0)
     (tmp_path / name).write_bytes(b"data")
     storage.publish(METADATA_FILE, sealed(name, b"x" * 16))
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
+    assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) == COMMON_FILE
     storage.publish(METADATA_FILE, sealed(name, lost.save_id))
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == lost.commit.pending
+    assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) == lost.commit.pending
 
 
 def test_a_file_that_is_there_at_another_size_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

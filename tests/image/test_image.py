@@ -61,7 +61,8 @@ def test_images_that_are_fed_in_turn_are_those_that_are_filled(seed: int, tmp_pa
     storage = LocalStorage(tmp_path)
     with ImageWriter(WindowPool(4096 * generator.randrange(1, 5), generator.randrange(1, 6))) as images:
         streams = [
-            images.open(storage.open_writer(bucket.file.name), bucket.file, bucket.around) for bucket, _ in buckets
+            images.open(storage.open_writer(bucket.file.name, bucket.file.image.size_bytes), bucket.file, bucket.around)
+            for bucket, _ in buckets
         ]
         left = [b"".join(payloads) for _, payloads in buckets]
         while any(left):
@@ -77,7 +78,7 @@ def test_images_that_are_fed_in_turn_are_those_that_are_filled(seed: int, tmp_pa
             for number, payload in enumerate(payloads):
                 content += bucket.around(number) + payload
             content += bucket.around(len(payloads))
-            writer, image = storage.open_writer(f"{bucket.file.name} filled"), memoryview(content)
+            writer, image = storage.open_writer(f"{bucket.file.name} filled", len(content)), memoryview(content)
             stream = whole.open(writer, bucket.file)
             stream.fill(lambda window, view, image=image: fill(window, view, image))
             stream.close()

@@ -82,7 +82,7 @@ def test_a_file_that_is_written_by_windows_holds_its_items_and_their_sums(
         pool.give_back(dirty)
     with tempfile.TemporaryDirectory() as directory:
         with ImageWriter(pool, io_threads=io_threads) as images:
-            file = LocalStorage(directory).open_writer("f", direct="off")
+            file = LocalStorage(directory).open_writer("f", source.bucket.file.image.size_bytes, direct="off")
             stream = images.open(file, source.bucket.file)
             stream.fill(source.fill)
             stream.close()

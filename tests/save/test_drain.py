@@ -27,7 +27,7 @@ from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, Opt
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.directory import copying
-from mcore_ckpt.directory.copying import there_now
+from mcore_ckpt.directory.copying import identity_of, metadata_of
 from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, is_drain_note, tracked_name
 from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import (
@@ -307,7 +307,7 @@ def _save_alone(run: Path, far: str | Path, iteration: int, value: float, **othe
 
 def _copy_has_begun(directory: Path) -> None:
     note = note_of(directory)
-    replace(note, replaces=there_now(note)).write(directory)
+    replace(note, replaces=identity_of(metadata_of(storage_at(note.to)))).write(directory)
 
 
 def _resume_alone(run: Path, far: str | Path) -> list[str]:
@@ -338,7 +338,7 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
     """A job goes on with another node, and comes back to the first one, where its earlier saves still lie."""
     far, first, second = (tmp_path / name for name in ("far", "first", "second"))
     old = [_save_alone(first, far, iteration, 0.0) for iteration in (1, 2)]
-    with mock.patch.object(copying, "_check_lengths", side_effect=SaveError("refused")):  # one copy had begun
+    with mock.patch.object(copying, "length_flaw", side_effect=SaveError("refused")):  # one copy had begun
         _resume_alone(first, far)
     for iteration in (1, 5):
         _save_alone(second, far, iteration, 100.0)
@@ -485,7 +485,7 @@ def test_killed_at_any_step_a_copy_is_no_mix_and_the_next_job_resumes_it(replace
             value = _value(far / NAME)
             assert value in ((0.0, 1.0) if replaces else (1.0,)), steps[-1]
             index = read_index(far / NAME)
-            common = common_file_in_force(os.listdir(far / NAME), index)
+            common = common_file_in_force(storage_at(far / NAME), index)
             assert common is not None, steps[-1]
             assert torch.load(far / NAME / common) == {"value": value}, steps[-1]
         else:

@@ -331,6 +331,21 @@ def test_a_trainer_ends_with_the_process_though_a_fork_holds_its_pipe(
     assert work.dead
 
 
+def test_a_save_after_the_trainers_last_wait_is_published_and_says_what_is_left(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an `atexit` function that was registered before this package was imported, and so is called after its own."""
+    monkeypatch.setattr(upkeep, "_is_over", False)
+    upkeep._end()
+    writer = mcore_ckpt.FileSystemWriterAsync(run / "iter_0000009", options=SaveOptions(keep_last=1))
+    with kept_log() as said:
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    (text,) = said
+    assert "the trainer ends, and has waited for it already. The next run removes old checkpoints" in text
+    assert [each.checkpoint.whole for each in list_run(run).checkpoints] == [True] * 4
+    assert all(work.dead for work in upkeep._started)
+
+
 def test_what_another_run_has_begun_is_left_without_a_word(model: Path, run: Path, tmp_path: Path) -> None:
     others = tmp_path / "models/iter_0000009.partial/model.safetensors"
     others.parent.mkdir(parents=True)

@@ -55,9 +55,9 @@ def test_it_does_what_is_asked_of_a_file_system(hosts: Hosts) -> None:
         for thread in threads:
             thread.join()
         assert len(made) == 1
-    writer = storage_at(a).open_writer("direct", size_bytes=8192)
+    writer = storage_at(a).open_writer("direct", 8192)
     writer.write(0, aligned(b"d" * 8192))
-    writer.finish(8192)
+    writer.finish()
     assert storage_at(b).read("direct") == b"d" * 8192
 
 

@@ -31,10 +31,10 @@ def local(tmp_path: Path) -> LocalStorage:
 def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_path: Path) -> None:
     if not has_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
-    writer = local.open_writer("file", size_bytes=4 * MIB)
+    writer = local.open_writer("file", 4 * MIB)
     assert writer.direct
     writer.write(0, aligned(random_bytes(4 * MIB)))
-    writer.finish(4 * MIB)
+    writer.finish()
     assert cached_pages(tmp_path / "file") == 0
 
 
@@ -51,7 +51,7 @@ def test_abort_does_not_close_the_file_under_a_write_that_hangs(
         assert released.wait(30)
         return real_pwrite(fd, view, offset)
 
-    writer = local.open_writer("file")
+    writer = local.open_writer("file", 4096)
     monkeypatch.setattr(os, "pwrite", hang)
     thread = threading.Thread(target=writer.write, args=(0, aligned(b"x" * 4096)))
     thread.start()
@@ -74,7 +74,7 @@ def fail(*_: object) -> None:
 def test_write_errors_name_file_range_and_errno(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, direct: DirectIo
 ) -> None:
-    writer = local.open_writer("file", direct=direct)
+    writer = local.open_writer("file", 8192, direct=direct)
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(SaveError, match=rf"{tmp_path}/file: writing bytes \[4096, 8192\).*EIO") as caught:
         writer.write(4096, aligned(b"x" * 4096))
@@ -84,11 +84,11 @@ def test_write_errors_name_file_range_and_errno(
 
 def test_a_failing_fsync_is_an_error_and_closes_the_file(local: LocalStorage, tmp_path: Path) -> None:
     before = open_fds()
-    writer = local.open_writer("file")
+    writer = local.open_writer("file", 4096)
     writer.write(0, aligned(b"x" * 4096))
     failing = mock.patch.object(os, "fsync", fail)
     with failing, pytest.raises(SaveError, match=r"file: finishing the file at 4096 bytes failed.*EIO"):
-        writer.finish(4096)
+        writer.finish()
     assert open_fds() == before
     writer.abort()
     assert list(tmp_path.iterdir()) == []

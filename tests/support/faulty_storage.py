@@ -65,9 +65,9 @@ class FaultyStorage(Storage):
     overwrite, publish, create, claim = map(_counted, ("overwrite", "publish", "create", "claim"))
     move, delete, ensure, sync, remove = map(_counted, ("move", "delete", "ensure", "sync", "remove"))
 
-    def open_writer(self, name: str, **options: Any) -> RangeWriter:
+    def open_writer(self, name: str, size_bytes: int, **options: Any) -> RangeWriter:
         self.faults.before("open_writer")
-        return _FaultyWriter(self.inner.open_writer(name, **options), self.faults)
+        return _FaultyWriter(self.inner.open_writer(name, size_bytes, **options), self.faults)
 
 
 class _FaultyWriter(RangeWriter):
@@ -79,9 +79,9 @@ class _FaultyWriter(RangeWriter):
         self._faults.before("write")
         self._inner.write(offset, view)
 
-    def finish(self, size_bytes: int) -> None:
+    def finish(self) -> None:
         self._faults.before("finish")
-        self._inner.finish(size_bytes)
+        self._inner.finish()
 
     def abort(self) -> None:
         # Cleaning up must work whatever failed before.

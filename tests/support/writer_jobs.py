@@ -83,8 +83,8 @@ class MisbehavingStorage(LocalStorage):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.directory, self.how, self.at_file, self.write_bytes, self.writes_at_once)
 
-    def open_writer(self, name: str, **options: Any) -> RangeWriter:
-        writer = super().open_writer(name, **options)
+    def open_writer(self, name: str, size_bytes: int, **options: Any) -> RangeWriter:
+        writer = super().open_writer(name, size_bytes, **options)
         if self.at_file == 0:
             write = writer.write
 

@@ -23,8 +23,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.directory import commit, copying
-from mcore_ckpt.directory.commit import Owner
-from mcore_ckpt.directory.copying import file_on_its_way
+from mcore_ckpt.directory.commit import Owner, file_on_its_way
 from mcore_ckpt.format.integrity import with_id
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, encode_config
 from mcore_ckpt.storage.base import Storage
@@ -91,10 +90,10 @@ def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path) -> 
     finish = LocalWriter.finish
     finished: list[str] = []
 
-    def fail_at_the_second(self: LocalWriter, size_bytes: int) -> None:
+    def fail_at_the_second(self: LocalWriter) -> None:
         if finished:
             raise KeyboardInterrupt
-        finish(self, size_bytes)
+        finish(self)
         finished.append(self.name)
 
     with mock.patch.object(LocalWriter, "finish", fail_at_the_second), pytest.raises(KeyboardInterrupt):
@@ -230,7 +229,7 @@ def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_publishe
     target = tmp_path / "copy"
     (saved / "common.pt").write_bytes(b"of the first")
     (saved / "metadata.json").write_bytes(encode_config())
-    with mock.patch.object(copying, "_check_lengths", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(copying, "length_flaw", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         copy_checkpoint(saved, target)
     save(tmp_path / "other", 2.0)
     with pytest.raises(CheckpointExistsError, match=r"not of the checkpoint that is copied: __0_1.*, "):

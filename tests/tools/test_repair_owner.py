@@ -249,7 +249,7 @@ def test_nothing_is_written_or_removed_behind_a_link_to_a_folder(tmp_path: Path,
         lambda: storage.publish(name, b""),
         lambda: storage.create("folder/new", b""),
         lambda: storage.move(name, "stolen"),
-        lambda: storage.open_writer("folder/new"),
+        lambda: storage.open_writer("folder/new", 1),
     ):
         with pytest.raises(SaveError, match="behind the symbolic link"):
             change()
