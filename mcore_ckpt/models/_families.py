@@ -10,10 +10,9 @@ DeepSeek stores the dimensions that positions turn in pairs, as Megatron-Core do
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +51,11 @@ from mcore_ckpt.models._settings import (
     setting,
 )
 from mcore_ckpt.models._table import TRANSFORMS, Family, Row, Rule
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # --- DeepSeek
 
@@ -150,35 +154,14 @@ _PART = re.compile(r"(?:[\w.]|\{layer\}|\{expert\})+ \[[\w ,]+\]")
 _SIZES = {"experts": ("expert ffn",), "kv rank": ("head without positions", "positions", "value")}
 
 
-def families_in(directory: Path) -> Iterator[Family]:
-    """The families of a directory, in the order of their names; none where nothing reads TOML."""
-    if importlib.util.find_spec(_parser()):
-        for path in sorted(directory.glob(f"*{SUFFIX}")):
-            yield family_in(path)
-
-
-def lacking_parser() -> str:
-    """Words for a message about families that are not known, where nothing reads TOML."""
-    name = _parser()
-    return "" if importlib.util.find_spec(name) else f"; those of tables need {name}, which is not installed"
-
-
-def _parser() -> str:
-    return "tomllib" if sys.version_info >= (3, 11) else "tomli"
-
-
 def family_in(path: Path) -> Family:
     """The family in a file; raises `OptionError` and `OSError`."""
-    try:
-        toml = importlib.import_module(_parser())
-    except ImportError:
-        raise OptionError(f"{path}: Python 3.10 reads tables with tomli: pip install tomli") from None
     with path.open("rb") as file:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise OptionError(f"{path}: no table has more than {_MAX_BYTES} bytes")
     try:
-        table = toml.loads(content.decode("utf-8"))
+        table = tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{path}: no TOML: {error}") from None
     return _family(table, str(path))
@@ -304,7 +287,7 @@ def _check(rows: tuple[Row, ...], settings: list[Setting], where: str) -> None:
 
 FAMILIES: tuple[Family, ...] = (
     *(DEEPSEEK_V2, DEEPSEEK_V3),
-    *families_in(Path(__file__).parent / "families"),
+    *map(family_in, sorted((Path(__file__).parent / "families").glob(f"*{SUFFIX}"))),
 )
 """In the order in which arguments are compared with them."""
 
@@ -351,7 +334,7 @@ def family_of_config(config: Mapping[str, Any], where: str, name: str = "auto") 
     known = ", ".join(family.model_type for family in FAMILIES)
     raise OptionError(
         f"{where}: model_type {kind!r:.80} is not known here; expected one of {known}, or a table "
-        f"of its own (--arch FILE{SUFFIX}; docs/huggingface.md){lacking_parser()}"
+        f"of its own (--arch FILE{SUFFIX}; docs/huggingface.md)"
     )
 
 
@@ -365,5 +348,5 @@ def family_of_arguments(arguments: Mapping[str, Any], where: str, name: str = "a
             return family
     raise OptionError(
         f"{where}: its stored arguments are those of no family known here; name one (--arch) or give the model's "
-        f"config.json (--hf-config){lacking_parser()}"
+        "config.json (--hf-config)"
     )
