@@ -43,7 +43,6 @@ def begin(folder: Path, dry: bool) -> tuple[Any, str]:
 
     if dry:
         torch.set_num_threads(1)
-        import tests.support.megatron_without_cuda  # noqa: F401  (Megatron names CUDA devices)
     backend = "gloo" if dry else "nccl"
     dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=0, world_size=1)
     return torch, "cpu" if dry else "cuda"

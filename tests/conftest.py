@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Generator, Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,6 +58,10 @@ def _let_torch_2_6_say_no_dist() -> None:
 
 if metadata.version("torch").startswith("2.6."):
     _let_torch_2_6_say_no_dist()
+
+
+# There is nothing to test without Megatron-Core.
+collect_ignore_glob = [] if find_spec("megatron") else ["megatron/test_*.py", "field/test_[ar]*.py"]
 
 
 @pytest.fixture(scope="module")

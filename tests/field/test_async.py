@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,26 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import async_utils
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as StockWriter
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
 from torch.distributed.checkpoint import CheckpointException
 
-from mcore_ckpt import FileSystemWriterAsync, SaveOptions, WriterDiedError
+import mcore_ckpt
+from mcore_ckpt import AsyncCallsQueue, FileSystemWriterAsync, SaveOptions, TorchDistSaveStrategy, WriterDiedError
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import MEGATRON, STOCK, StandingRanks, made, standing_ranks
 from tests.support.kept_log import kept_log
 from tests.support.processes import children, is_running, until
-
-pytest.importorskip("megatron.core", reason="the queue is Megatron's")
-
-NEW = tuple(int(part) for part in version("megatron-core").split(".")[:2]) >= (0, 17)
-stock_saves = pytest.mark.skipif(NEW, reason="stock of this version writes by nvidia-resiliency-ext")
+from tests.support.shared_groups import fork_results_queue
+from tests.support.stock import IS_NEW, stock_saves_async
 
 
 def state(fill: float) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     return {key: ShardedTensor.from_rank_offsets(key, torch.full((64, 8), fill)) for key in "ab"}
 
 
@@ -58,22 +58,14 @@ def ours() -> Iterator[StandingRanks]:
 
 
 def call(ranks: StandingRanks, function: Callable[..., Any], *args: Any) -> Any:
-    (one,) = ranks.call(function, *args, within_s=60)
-    assert one.ok, one.error_text
-    return one.value
+    (value,) = ranks.values(function, *args, within_s=60)
+    return value
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
 def stock_request(path: Path, weights: dict[str, Any]) -> Any:
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-    from tests.support.shared_groups import fork_results_queue
-
     fork_results_queue()
     return TorchDistSaveShardedStrategy("torch_dist", 1).async_save(weights, Path(made(path)))
 
@@ -93,8 +85,6 @@ def written_later(rank: int, path: Path) -> set[float]:
 
 
 def written_by_us(rank: int, path: Path) -> set[float]:
-    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-
     weights, queue = state(1), AsyncCallsQueue()
     queue.schedule_async_request(TorchDistSaveStrategy().async_save(weights, Path(made(path))))
     for one in weights.values():
@@ -104,7 +94,7 @@ def written_by_us(rank: int, path: Path) -> set[float]:
     return stored(path)
 
 
-@stock_saves
+@stock_saves_async
 @pytest.mark.field("NVIDIA/Megatron-LM#1713", "absent", silent=True)
 def test_an_async_save_holds_what_training_did_later(stock: Any, ours: Any, tmp_path: Path) -> None:
     assert call(stock, written_later, tmp_path / "stock") == {7}
@@ -113,8 +103,6 @@ def test_an_async_save_holds_what_training_did_later(stock: Any, ours: Any, tmp_
 
 def written_from_a_cache(rank: int, run: Path) -> list[set[float]]:
     """A worker keeps the tensors of the first save, and the model has moved to other memory before the second."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as StockWriter
-
     kept: list[Any] = []
     stage = StockWriter.preload_tensors
 
@@ -130,8 +118,6 @@ def written_from_a_cache(rank: int, run: Path) -> list[set[float]]:
 
 
 def written_each_time(rank: int, run: Path) -> list[set[float]]:
-    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-
     strategy, queue = TorchDistSaveStrategy(), AsyncCallsQueue()
     for step in (1, 2):
         queue.schedule_async_request(strategy.async_save(state(step), Path(made(run / f"iter_{step:07d}"))))
@@ -141,7 +127,7 @@ def written_each_time(rank: int, run: Path) -> list[set[float]]:
     return [stored(run / f"iter_{step:07d}") for step in (1, 2)]
 
 
-@stock_saves
+@stock_saves_async
 @pytest.mark.field("NVIDIA-NeMo/RL#3312", "absent", silent=True)
 def test_each_async_save_writes_the_first_ones_weights(
     stock: Any, ours: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -198,9 +184,7 @@ def test_an_async_save_of_dcp_holds_what_training_did_later(ours: Any, tmp_path:
 
 
 def fails_by_stock(rank: int, path: Path) -> str:
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-    queue, request = AsyncCallsQueue(), stock_request(path, state(1))
+    queue, request = async_utils.AsyncCallsQueue(), stock_request(path, state(1))
     path.rename(path.with_name("gone"))  # the directory of the files
     queue.schedule_async_request(request)
     with pytest.raises(CheckpointException) as caught:  # and the trainer ends
@@ -209,8 +193,6 @@ def fails_by_stock(rank: int, path: Path) -> str:
 
 
 def fails_by_us(rank: int, run: Path) -> tuple[list[str], list[str]]:
-    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-
     options = SaveOptions(on_failure="warn")
     strategy, queue, tracker = TorchDistSaveStrategy(options=options), AsyncCallsQueue(options=options), list[str]()
     with kept_log() as lines:
@@ -228,7 +210,7 @@ def fails_by_us(rank: int, run: Path) -> tuple[list[str], list[str]]:
     return lines, tracker
 
 
-@stock_saves
+@stock_saves_async
 @pytest.mark.field("NVIDIA/Megatron-LM#1435", "absent")
 def test_a_failed_async_save_ends_the_job(stock: Any, ours: Any, tmp_path: Path) -> None:
     assert "Worker failure" in call(stock, fails_by_stock, tmp_path / "stock")
@@ -239,9 +221,6 @@ def test_a_failed_async_save_ends_the_job(stock: Any, ours: Any, tmp_path: Path)
 
 def dies_in_stock(rank: int, path: Path) -> bool:
     """Whether the job waits on for a writer that is dead."""
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as StockWriter
-
     began = path.with_name("began")
 
     def die(*_: Any, **__: Any) -> None:
@@ -249,7 +228,7 @@ def dies_in_stock(rank: int, path: Path) -> bool:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with mock.patch.object(StockWriter, "write_preloaded_data", die):
-        queue = AsyncCallsQueue()
+        queue = async_utils.AsyncCallsQueue()
         queue.schedule_async_request(stock_request(path, state(1)))
         process = queue.async_calls[0].async_caller.process
         until(lambda: began.exists() and not any(map(is_running, children(process.pid))))
@@ -261,8 +240,6 @@ def dies_in_stock(rank: int, path: Path) -> bool:
 
 
 def dies_here(rank: int, path: Path) -> str:
-    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-
     strategy, queue = TorchDistSaveStrategy(), AsyncCallsQueue()
     strategy.warm_up(state(1))
     pid = shared_writer().pid or 0
@@ -275,7 +252,7 @@ def dies_here(rank: int, path: Path) -> str:
     return str(caught.value)
 
 
-@stock_saves
+@stock_saves_async
 @pytest.mark.field("NVIDIA/Megatron-LM#2422", "refused")
 def test_a_dead_writer_is_waited_for(stock: Any, ours: Any, tmp_path: Path) -> None:
     assert call(stock, dies_in_stock, tmp_path / "stock")
@@ -286,11 +263,6 @@ def test_a_dead_writer_is_waited_for(stock: Any, ours: Any, tmp_path: Path) -> N
 
 
 def begins(rank: int, path: Path, is_ours: bool) -> str:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-    import mcore_ckpt
-
     if is_ours:
         mcore_ckpt.install()
     try:
@@ -299,7 +271,7 @@ def begins(rank: int, path: Path, is_ours: bool) -> str:
         return str(error)
     finally:
         mcore_ckpt.uninstall() if not is_ours else None
-    queue = AsyncCallsQueue(persistent=True)
+    queue = async_utils.AsyncCallsQueue(persistent=True)
     queue.schedule_async_request(request)
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
@@ -308,7 +280,7 @@ def begins(rank: int, path: Path, is_ours: bool) -> str:
 
 
 @pytest.mark.skipif(
-    not NEW or find_spec("nvidia_resiliency_ext") is not None, reason="of Megatron-Core 0.17 and later, without NVRx"
+    not IS_NEW or find_spec("nvidia_resiliency_ext") is not None, reason="of Megatron-Core 0.17 and later, without NVRx"
 )
 @pytest.mark.field("radixark/miles#2816", "absent")
 @pytest.mark.field("NovaSky-AI/SkyRL#1838", "absent")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,36 +15,23 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt import LoadOptions, certify
-from tests.support.gloo_ranks import PRETENDING, StandingRanks, made, standing_ranks
+from tests.support.gloo_ranks import MEGATRON, StandingRanks, made, standing_ranks
 from tests.support.models import DENSE, ModelShape, Parallel, build_training
 from tests.support.shared_groups import fork_results_queue, share_groups
 from tests.support.state_compare import differing, read_state, write_state
+from tests.support.stock import stock_loads
 
-pytest.importorskip("megatron.core", reason="the optimizers are Megatron's")
-
-MEGATRON = tuple(int(part) for part in version("megatron-core").split(".")[:2])
-pytestmark = pytest.mark.skipif(
-    MEGATRON >= (0, 17) and find_spec("nvidia_resiliency_ext") is None,
-    reason="stock of this version loads by nvidia-resiliency-ext, which is not installed",
-)
+pytestmark = stock_loads
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[StandingRanks]:
-    with standing_ranks(2, preload=PRETENDING) as standing:
+    with standing_ranks(2, preload=MEGATRON) as standing:
         yield standing
-
-
-def values(outcomes: list[Any]) -> list[Any]:
-    assert all(one.ok for one in outcomes), "\n".join(one.error_text for one in outcomes)
-    return [one.value for one in outcomes]
 
 
 def megatron(ours: bool) -> Any:
     warnings.simplefilter("ignore")  # of Megatron and torch about themselves
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
     import mcore_ckpt
 
     share_groups()
@@ -96,21 +81,20 @@ def load_buckets(rank: int, directory: Path, shape: ModelShape, layout: Parallel
 @pytest.mark.field("modelscope/ms-swift#8240", "absent")
 def test_ranks_with_other_numbers_of_parameters_cannot_resume(ranks: StandingRanks, tmp_path: Path) -> None:
     """With experts, or an embedding much larger than the norms."""
-    values(ranks.call(save_buckets, tmp_path, UNEVEN, Parallel(), True))
-    _, said = values(ranks.call(load_buckets, tmp_path, UNEVEN, Parallel(), False))
+    ranks.values(save_buckets, tmp_path, UNEVEN, Parallel(), True)
+    _, said = ranks.values(load_buckets, tmp_path, UNEVEN, Parallel(), False)
     assert "ValueError: Cannot merge two lists with different lengths" in said
-    assert values(ranks.call(load_buckets, tmp_path, UNEVEN, Parallel(), True)) == ["", ""]
+    assert ranks.values(load_buckets, tmp_path, UNEVEN, Parallel(), True) == ["", ""]
     assert differing(read_state(tmp_path / "saved"), read_state(tmp_path / "loaded")) == []
 
 
 @pytest.mark.field("NVIDIA/Megatron-LM#1517", "absent")
 def test_a_default_save_cannot_resume_under_other_sizes(ranks: StandingRanks, tmp_path: Path) -> None:
-    values(ranks.call(save_buckets, tmp_path, DENSE, Parallel(tensor=2), False))
+    ranks.values(save_buckets, tmp_path, DENSE, Parallel(tensor=2), False)
     assert all(
-        "hape mismatch" in said
-        for said in values(ranks.call(load_buckets, tmp_path, DENSE, Parallel(pipeline=2), False))
+        "hape mismatch" in said for said in ranks.values(load_buckets, tmp_path, DENSE, Parallel(pipeline=2), False)
     )
-    assert values(ranks.call(load_buckets, tmp_path, DENSE, Parallel(pipeline=2), True)) == ["", ""]
+    assert ranks.values(load_buckets, tmp_path, DENSE, Parallel(pipeline=2), True) == ["", ""]
     assert differing(read_state(tmp_path / "saved"), read_state(tmp_path / "loaded")) == []
 
 
@@ -128,7 +112,7 @@ def save_by_default(rank: int, path: Path, ours: bool) -> str:
 def test_a_save_in_the_cores_default_format_is_refused(ranks: StandingRanks, tmp_path: Path) -> None:
     """Megatron-Core refuses what its own function gives, before a strategy is called."""
     for ours in (False, True):
-        for said in values(ranks.call(save_by_default, tmp_path / str(ours), ours)):
+        for said in ranks.values(save_by_default, tmp_path / str(ours), ours):
             assert "flattened_range is not supported" in said
 
 
@@ -156,9 +140,9 @@ def resume_with_loader(rank: int, path: Path, ours: bool) -> tuple[int, str]:
 @pytest.mark.field("NVIDIA-NeMo/Megatron-Bridge#5637", "present", silent=True)
 def test_with_fewer_data_parallel_ranks_positions_in_the_data_are_lost(ranks: StandingRanks, tmp_path: Path) -> None:
     """A folder next to the data files belongs to no index: the certificate is of the state dict."""
-    values(ranks.call(save_with_loader, tmp_path / "c"))
+    ranks.values(save_with_loader, tmp_path / "c")
     for ours in (False, True):
-        for position, said in values(ranks.call(resume_with_loader, tmp_path / "c", ours)):
+        for position, said in ranks.values(resume_with_loader, tmp_path / "c", ours):
             assert position == 100
             assert "as saved: " in said
             assert "NOT" not in said
@@ -209,7 +193,7 @@ def save_three_times(rank: int, path: Path, ours: bool) -> tuple[int, int]:
 @pytest.mark.field("NVIDIA/nvidia-resiliency-ext#359", "absent")
 def test_plans_travel_over_nccl_at_each_save(ranks: StandingRanks, tmp_path: Path) -> None:
     """Through memory of the GPUs, which the coordinator keeps."""
-    stock, ours = (values(ranks.call(save_three_times, tmp_path / str(ours), ours)) for ours in (False, True))
+    stock, ours = (ranks.values(save_three_times, tmp_path / str(ours), ours) for ours in (False, True))
     for (of_job, _), (none, by_gloo) in zip(stock, ours, strict=True):
         assert none == 0
         assert by_gloo < of_job / 10

@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,17 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.gloo_ranks import PRETENDING, StandingRanks, made, standing_ranks
+from tests.support.gloo_ranks import MEGATRON, StandingRanks, made, standing_ranks
 from tests.support.models import DENSE, ModelShape, Parallel
 from tests.support.resumed_job import Job
+from tests.support.stock import stock_loads
 
-pytest.importorskip("megatron.core", reason="the optimizers are Megatron's")
-
-MEGATRON = tuple(int(part) for part in version("megatron-core").split(".")[:2])
-pytestmark = pytest.mark.skipif(
-    MEGATRON >= (0, 17) and find_spec("nvidia_resiliency_ext") is None,
-    reason="stock of this version loads by nvidia-resiliency-ext, which is not installed",
-)
+pytestmark = stock_loads
 
 OFFLOADED = replace(DENSE, offload="fp32")
 PRECISION_AWARE = replace(DENSE, offload="bfloat16")
@@ -82,9 +75,7 @@ def offloading() -> Iterator[None]:
 
 def job_of(shape: ModelShape, ours: bool, seed: int, **flags: Any) -> Job:
     import mcore_ckpt
-    from tests.support.cpu_megatron import pretend_cuda
 
-    pretend_cuda()
     mcore_ckpt.uninstall()
     with offloading():
         return Job(shape, Parallel(), seed, ours, **flags)
@@ -121,7 +112,7 @@ def resume(
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[StandingRanks]:
-    with standing_ranks(2, preload=PRETENDING, environment=ENVIRONMENT) as standing:
+    with standing_ranks(2, preload=MEGATRON, environment=ENVIRONMENT) as standing:
         yield standing
 
 
@@ -132,15 +123,10 @@ def saved(ranks: StandingRanks, tmp_path_factory: pytest.TempPathFactory) -> Cal
     def path_of(shape: ModelShape) -> Path:
         if shape not in done:
             done[shape] = run / str(len(done)) / "iter_0000002"
-            values(ranks.call(save, done[shape], shape))
+            ranks.values(save, done[shape], shape)
         return done[shape]
 
     return path_of
-
-
-def values(outcomes: list[Any]) -> list[Any]:
-    assert all(one.ok for one in outcomes), "\n".join(one.error_text for one in outcomes)
-    return [one.value for one in outcomes]
 
 
 @pytest.fixture
@@ -149,7 +135,7 @@ def both(ranks: StandingRanks, saved: Any) -> Callable[..., tuple[list[Resumed],
 
     def resumed(shape: ModelShape, bug: Any = nullcontext, **flags: Any) -> Any:
         path = saved(shape)
-        return tuple(values(ranks.call(resume, path, shape, ours, bug, flags)) for ours in (False, True))
+        return tuple(ranks.values(resume, path, shape, ours, bug, flags) for ours in (False, True))
 
     return resumed
 

@@ -110,7 +110,6 @@ def _writer_is_killed() -> Iterator[None]:
 
 
 def main(framework: str, run: str, steps: str, *fields: str) -> None:
-    """Train to that step."""
     values = {name: yaml.safe_load(value) for name, _, value in (field.partition("=") for field in fields)}
     manager_of = f"tests.frameworks.with_{framework}"
     import_module("tests.support.models")

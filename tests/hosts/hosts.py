@@ -73,8 +73,6 @@ def missing_reason() -> str:
 
 @dataclass(slots=True)
 class Host:
-    """A host that runs."""
-
     name: str
     address: str
     _first: subprocess.Popen[str]
@@ -107,7 +105,6 @@ class Host:
         _run([*_enter(self._switch, "--net"), "ip", "link", "set", self._port, "down"])
 
     def reconnect(self) -> None:
-        """Plug the cable in again."""
         _run([*_enter(self._switch, "--net"), "ip", "link", "set", self._port, "up"])
 
     def kill(self) -> None:

@@ -17,7 +17,6 @@ from tests.launch.absent import stand_in
 
 
 def main(folder: str, iterations: str, *fields: str) -> None:
-    """Train to that iteration."""
     stand_in(("transformer_engine", "modelopt"), ("megatron.bridge",))
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.bridge.training import config

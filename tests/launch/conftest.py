@@ -11,7 +11,6 @@ from tests.launch.pretrain import missing_reason
 
 @pytest.fixture(scope="session")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where launches leave their logs, records and checkpoints."""
     if missing_reason():
         pytest.skip(missing_reason())
     return tmp_path_factory.mktemp("launches")

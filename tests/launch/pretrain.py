@@ -55,8 +55,6 @@ def missing_reason() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What became of a launch."""
-
     log: str  # what all ranks printed
     events: list[list[dict[str, Any]]]  # what each rank recorded, by rank
 
@@ -70,7 +68,6 @@ class Launched:
         return {iteration: values.pop() for iteration, values in sorted(found.items())}
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        """All ranks' events of that name."""
         return [event for rank in self.events for event in rank if event["event"] == name]
 
     def strategies(self) -> set[str]:

@@ -50,7 +50,6 @@ def command_line(side: Side, variant: Variant) -> list[str]:
 
 
 def _checkpoints(variant: Variant, place: Path) -> Path:
-    """Where the launch of that place saves."""
     return place / "checkpoints" if variant.store is None else checkpoint_path(f"{variant.store}/{place.name}")
 
 
@@ -106,6 +105,5 @@ def assert_ours_ran(run: Launched, variant: Variant, place: Path, *, loaded: boo
 
 
 def assert_whole(checkpoint: Path) -> None:
-    """Every byte of it proves right."""
     report = verify_checkpoint(checkpoint)
     assert report.whole, [problem.message for problem in report.problems[:5]]

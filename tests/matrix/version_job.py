@@ -4,9 +4,8 @@
     python -m tests.matrix.version_job read DIRECTORY   # writes what it could read: DIRECTORY/read-by-<version>.json
 
 Kinds: "plain", a handmade state; "parallel", the same through the fully parallel wrappers and their exchange; "model",
-a GPT with Megatron's distributed optimizer, saved with TP 2 and loaded with PP 2. The first two run on a machine
-without CUDA as it is, the last with the CPU posing as CUDA. Ours saves the plain kind synchronously and the others
-asynchronously. Stock Megatron gets this package's service for machines without CUDA, and nothing else of it.
+a GPT with Megatron's distributed optimizer, saved with TP 2 and loaded with PP 2. The CPU poses as CUDA. Ours saves
+the plain kind synchronously and the others asynchronously.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ def saving_method(who: str, kind: str) -> str:
 
 
 def loading_method(who: str) -> str:
-    """The same for a load."""
     return {"ours": "mcore_ckpt.TorchDistLoadStrategy.load", "stock": "megatron.TorchDistLoadShardedStrategy.load"}[who]
 
 
@@ -110,7 +108,6 @@ def verdict(who: str, kind: str, target: Path, outcomes: list[tuple[list[str], s
 
 
 def main() -> int:
-    """See the module's docstring."""
     what, directory = sys.argv[1], Path(sys.argv[2])
     version = import_module("megatron.core.package_info").__version__
     try:

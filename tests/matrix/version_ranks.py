@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import traceback
 import warnings
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.support.cpu_megatron import pretend_cuda
 from tests.support.gloo_ranks import made
 from tests.support.models import ModelShape, Parallel, build_training
 from tests.support.state_compare import write_state
@@ -20,13 +20,10 @@ SHAPE = ModelShape(layers=2, hidden=32, vocabulary=64, sequence=8, gated=True)
 SAVED_AS, LOADED_AS = Parallel(tensor=2), Parallel(pipeline=2)
 
 
-def prepare(who: str, as_cuda: bool) -> None:
+def prepare(who: str) -> None:
     """Put one side's strategies in force in this process."""
     warnings.simplefilter("ignore")
-    if as_cuda:
-        from tests.support.cpu_megatron import pretend_cuda
-
-        pretend_cuda()
+    pretend_cuda()
     if who == "ours":
         import mcore_ckpt
 
@@ -35,12 +32,11 @@ def prepare(who: str, as_cuda: bool) -> None:
         from mcore_ckpt.megatron.versions import Patches, serve_with_numpy_2
 
         serve_with_numpy_2(Patches())
-    importlib.import_module("tests.support.megatron_without_cuda")
 
 
 def save_all(rank: int, who: str, targets: list[tuple[str, Path]]) -> list[list[str]]:
     """Save a checkpoint of each kind; returns for each which strategy methods ran."""
-    prepare(who, as_cuda=targets[0][0] == "model")
+    prepare(who)
     outcomes = []
     for kind, directory in targets:
         checkpoint = made(directory / "checkpoint")
@@ -78,7 +74,7 @@ def save(who: str, kind: str, state: dict[str, Any], checkpoint: str) -> None:
 
 def load_all(rank: int, who: str, targets: list[tuple[str, Path]]) -> list[tuple[list[str], str]]:
     """Load checkpoints one after the other; for each, which strategy methods ran, and what went wrong or differs."""
-    prepare(who, as_cuda=targets[0][0] == "model")
+    prepare(who)
     outcomes: list[tuple[list[str], str]] = []
     for kind, directory in targets:
         with record_strategies() as ran:

@@ -9,23 +9,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
-from tests.support.gloo_ranks import made, run_pretending_ranks, run_stock_ranks
+from tests.support.gloo_ranks import made, run_megatron_ranks, run_stock_ranks
 from tests.support.shared_groups import fork_results_queue
+from tests.support.stock import stock_loads
 
 pytestmark = pytest.mark.timeout(500)  # the ranks have their own, shorter deadline
 
-# Not by importing it: the ranks have to pretend that there is a GPU before they do.
-MEGATRON = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 LARGE = 300  # rows of 300 elements: not read with the small items
 
 
@@ -35,21 +34,15 @@ def whole(rows: int, columns: int = 300) -> torch.Tensor:
 
 def part(key: str, tensor: torch.Tensor, rank: int, **more: Any) -> Any:
     """This rank's half of a tensor's rows."""
-    from megatron.core import dist_checkpointing
-
     return dist_checkpointing.ShardedTensor.from_rank_offsets(key, tensor.chunk(2)[rank], (0, rank, 2), **more)
 
 
 def copy(key: str, tensor: torch.Tensor, rank: int, **more: Any) -> Any:
-    from megatron.core import dist_checkpointing
-
     return dist_checkpointing.ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank, **more)
 
 
 def outcome(call: Callable[[], Any]) -> Any:
     """What a call returns; "refused" for Megatron's error and for DCP's, which stock lets through."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
     try:
         return call()
     except (CheckpointingException, CheckpointException):
@@ -150,13 +143,10 @@ def answers(rank: int, root: Path, ours: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(
-    MEGATRON >= (0, 17) and find_spec("nvidia_resiliency_ext") is None,
-    reason="stock of this version loads by nvidia-resiliency-ext, which is not installed",
-)
+@stock_loads
 def test_ours_answers_as_stock_does(tmp_path: Path) -> None:
-    stock = run_stock_ranks(answers, 2, tmp_path / "stock", False, deadline_s=90)
-    ours = run_pretending_ranks(answers, 2, tmp_path / "ours", True, deadline_s=90)
+    stock = run_stock_ranks(answers, 2, tmp_path / "stock", False)
+    ours = run_megatron_ranks(answers, 2, tmp_path / "ours", True)
     for rank in range(2):
         assert stock[rank].keys() == ours[rank].keys()
         different = {

@@ -7,15 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -36,11 +32,12 @@ from mcore_ckpt.format import safe_pickle
 from mcore_ckpt.megatron.versions import differences
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.gloo_ranks import run_megatron_ranks
+from tests.support.gloo_ranks import on_ranks
 from tests.support.kept_log import kept_log
-from tests.support.processes import in_child
+from tests.support.processes import forked, in_child
 
 QUIET = SaveOptions()
+IN_DATA_FILES = differences().common_state_is_an_object
 
 
 def state(value: int, size: int = 1000) -> dict[str, Any]:
@@ -56,9 +53,12 @@ def launch() -> Iterator[Path]:
         yield Path(directory)
 
 
-def in_a_launch(test: Callable[[Path], None]) -> None:
-    with launch() as directory:
-        test(directory)
+def launched(test: Callable[[Path], None]) -> Callable[..., None]:
+    def run() -> None:
+        with launch() as directory:
+            test(directory)
+
+    return forked(run)
 
 
 def assert_holds(directory: Path, value: int) -> None:
@@ -71,7 +71,8 @@ def common_files(directory: Path) -> list[str]:
     return [name for name in os.listdir(directory) if name.startswith("common.pt")]
 
 
-def a_second_save_into_one_directory(directory: Path) -> None:
+@launched
+def test_a_save_that_is_refused_has_not_touched_the_common_state_of_the_one_in_progress(directory: Path) -> None:
     dist_checkpointing.save(state(7), str(directory))
     queue = AsyncCallsQueue(options=QUIET)
     first = dist_checkpointing.save(state(1), str(directory), async_sharded_save=True)
@@ -83,10 +84,6 @@ def a_second_save_into_one_directory(directory: Path) -> None:
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
     assert_holds(directory, 1)
-
-
-def test_a_save_that_is_refused_has_not_touched_the_common_state_of_the_one_in_progress() -> None:
-    in_child(partial(in_a_launch, a_second_save_into_one_directory))
 
 
 class _Broken(TorchDistSaveStrategy):
@@ -119,26 +116,26 @@ def without_files(directory: Path) -> None:
         (without_files, False),
     ],
 )
+@forked
 def test_a_save_that_does_not_come_about_leaves_no_common_state(
     attempt: Callable[[Path], None], existing: bool
 ) -> None:
-    def run() -> None:
-        with launch() as directory:
-            if existing:
-                dist_checkpointing.save(state(1), str(directory))
-            before = sorted(os.listdir(directory))
-            attempt(directory)
-            names = sorted(os.listdir(directory))
-            assert common_files(directory) == [name for name in before if name.startswith("common.pt")]
-            assert [name for name in names if not name.startswith(".mcore_ckpt_incomplete")] == before
-            in_child(lambda: Commit.begin(LocalStorage(directory)).give_up())  # it is free, for another job, too
-            dist_checkpointing.save(state(3), str(directory))
-            assert_holds(directory, 3)
-
-    in_child(run)
+    with launch() as directory:
+        if existing:
+            dist_checkpointing.save(state(1), str(directory))
+        before = sorted(os.listdir(directory))
+        attempt(directory)
+        names = sorted(os.listdir(directory))
+        assert common_files(directory) == [name for name in before if name.startswith("common.pt")]
+        assert [name for name in names if not name.startswith(".mcore_ckpt_incomplete")] == before
+        in_child(lambda: Commit.begin(LocalStorage(directory)).give_up())  # it is free, for another job, too
+        dist_checkpointing.save(state(3), str(directory))
+        assert_holds(directory, 3)
 
 
-def stocks_common_state_beside_our_data(directory: Path) -> None:
+@pytest.mark.skipif(IN_DATA_FILES, reason="there it is bound as all data is")
+@launched
+def test_a_common_state_that_stock_has_written_is_bound_to_the_save(directory: Path) -> None:
     mcore_ckpt.uninstall()
     for value in (1, 2):
         (directory / str(value)).mkdir()
@@ -160,15 +157,9 @@ def stocks_common_state_beside_our_data(directory: Path) -> None:
         dist_checkpointing.load(state(-1), str(directory / "1"), TorchDistLoadStrategy())
 
 
-IN_DATA_FILES = differences().common_state_is_an_object
-
-
-@pytest.mark.skipif(IN_DATA_FILES, reason="there it is bound as all data is")
-def test_a_common_state_that_stock_has_written_is_bound_to_the_save() -> None:
-    in_child(partial(in_a_launch, stocks_common_state_beside_our_data))
-
-
-def a_config_that_is_damaged(directory: Path) -> None:
+@pytest.mark.timeout(120)
+@launched
+def test_a_config_that_is_damaged_or_a_pipe_is_refused_by_an_error_that_names_it(directory: Path) -> None:
     dist_checkpointing.save(state(1), str(directory))
     config = directory / "metadata.json"
     sound = config.read_bytes()
@@ -185,12 +176,8 @@ def a_config_that_is_damaged(directory: Path) -> None:
     assert_holds(directory, 1)
 
 
-@pytest.mark.timeout(120)
-def test_a_config_that_is_damaged_or_a_pipe_is_refused_by_an_error_that_names_it() -> None:
-    in_child(partial(in_a_launch, a_config_that_is_damaged))
-
-
-def objects_named_as_the_common_state(rank: int, directory: Path) -> None:
+@on_ranks(2)
+def test_an_object_named_like_the_common_state_does_not_take_its_place(rank: int, tmp_path: Path) -> None:
     mcore_ckpt.install()
     size = torch.distributed.get_world_size()
 
@@ -200,34 +187,27 @@ def objects_named_as_the_common_state(rank: int, directory: Path) -> None:
         return {"o": ShardedObject("common_state", value, (size,), (rank,)), **made}
 
     for value in (1, 2):  # the second replaces the first
-        dist_checkpointing.save(one(value), str(directory))
+        dist_checkpointing.save(one(value), str(tmp_path))
         torch.distributed.barrier()
-        loaded = dist_checkpointing.load(one(None), str(directory))
+        loaded = dist_checkpointing.load(one(None), str(tmp_path))
         assert (loaded["o"], loaded["iteration"], float(loaded["w"][0])) == (value, value, value)
-        assert dist_checkpointing.load_common_state_dict(str(directory))["iteration"] == value
-    assert not mcore_ckpt.verify_checkpoint(directory).problems
+        assert dist_checkpointing.load_common_state_dict(str(tmp_path))["iteration"] == value
+    assert not mcore_ckpt.verify_checkpoint(tmp_path).problems
     if not IN_DATA_FILES:  # the one object under which later versions store it
         own = ShardedObject("common_state", {"iteration": 777}, (1,), (0,), replica_id=rank)
         with pytest.raises(PlanError, match="give the ShardedObject another key"):
-            dist_checkpointing.save({"o": own, "iteration": 3}, str(directory))
+            dist_checkpointing.save({"o": own, "iteration": 3}, str(tmp_path))
         torch.distributed.barrier()
-        assert dist_checkpointing.load_common_state_dict(str(directory))["iteration"] == 2
-
-
-def test_an_object_named_like_the_common_state_does_not_take_its_place(tmp_path: Path) -> None:
-    run_megatron_ranks(objects_named_as_the_common_state, 2, tmp_path)
+        assert dist_checkpointing.load_common_state_dict(str(tmp_path))["iteration"] == 2
 
 
 class Custom:
     """A class of a training script."""
 
 
-def _with_a_class(directory: Path) -> None:
+@launched
+def test_a_class_that_loads_refuse_is_told_when_it_is_saved(directory: Path) -> None:
     safe_pickle._looked_at.clear()  # an object of that key and length may have been saved by this process before
     with kept_log() as said:
         dist_checkpointing.save({**state(1), "args": {"kind": Custom}}, str(directory))
     assert [text for text in said if f"{__name__}.Custom" in text and "loads refuse it" in text]
-
-
-def test_a_class_that_loads_refuse_is_told_when_it_is_saved() -> None:
-    in_child(in_a_launch, _with_a_class)

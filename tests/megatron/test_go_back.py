@@ -19,17 +19,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import serialization as megatrons
+from megatron.core.dist_checkpointing.strategies import torch as strategies
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 from mcore_ckpt import CorruptCheckpointError, LoadOptions, NewerFormatError
 from mcore_ckpt.format.integrity import split_metadata
+from mcore_ckpt.megatron import serialization
 from tests.megatron.trap_ranks import check, installed, state
-from tests.support.gloo_ranks import made
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.gloo_ranks import made, on_ranks, run_megatron_ranks
 from tests.support.kept_log import kept_log
 
-pytest.importorskip("megatron.core")
-
-DEADLINE_S = 150
 GO_BACK = {"MCORE_CKPT_ON_DAMAGED": "go_back"}
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -56,15 +58,11 @@ def by_first(rank: int, change: Callable[[], object]) -> None:
 def resume(run: Path, fully_parallel: bool = False) -> tuple[int, int, list[str]]:
     """Load as a launch does: iteration of the common state that it reads first, and of all that it loads; warnings."""
     dist_checkpointing = installed()
-    from megatron.core.dist_checkpointing import serialization
-    from megatron.core.dist_checkpointing.strategies import torch as strategies
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-
     with kept_log() as said:
         name = str(directory_of(run, int((run / TRACKER).read_text())))
         assert dist_checkpointing.check_is_distributed_checkpoint(name)
         first = dist_checkpointing.load_common_state_dict(name)["common"]["iteration"]
-        find = getattr(serialization, "get_default_load_sharded_strategy", None)
+        find = getattr(megatrons, "get_default_load_sharded_strategy", None)
         strategy = strategies.TorchDistLoadShardedStrategy() if find is None else find(name)
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(strategy)
@@ -120,15 +118,13 @@ def damage_and_resume(rank: int, run: Path) -> dict[str, Any]:
             train(rank, of_damage, 3)
             by_first(rank, partial(damage, directory_of(of_damage, 3)))
             found[f"{name} {fully_parallel}"] = resume(of_damage, fully_parallel)
-    from mcore_ckpt.megatron import serialization
-
     with mock.patch.object(serialization, "read_config", side_effect=OSError("stale handle")):  # of a sound one
         assert serialization._problem(directory_of(run / "payload False", 1), LoadOptions()) is None
     return found
 
 
 def test_all_that_is_loaded_is_of_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:
-    outcomes = run_ranks(damage_and_resume, 2, tmp_path, deadline_s=DEADLINE_S, environment=GO_BACK)
+    outcomes = run_megatron_ranks(damage_and_resume, 2, tmp_path, environment=GO_BACK)
     assert outcomes[0].keys() == outcomes[1].keys()
     for name in outcomes[0]:
         for rank, of_rank in enumerate(outcomes):
@@ -147,9 +143,9 @@ def test_all_that_is_loaded_is_of_the_newest_checkpoint_that_is_whole(tmp_path: 
                     assert "the file was damaged after it was written" in told[0]
 
 
-def without_a_tensor(rank: int, run: Path) -> None:
+@on_ranks(2, environment=GO_BACK)
+def test_no_older_checkpoint_is_read_into_half_of_a_newer_one(rank: int, tmp_path: Path) -> None:
     """The first checkpoint lacks a tensor, which the damaged third has filled in by then: there would be a mix."""
-    from megatron.core.dist_checkpointing import ShardedTensor
 
     def grown(fill: int) -> dict[str, Any]:
         return {
@@ -157,12 +153,12 @@ def without_a_tensor(rank: int, run: Path) -> None:
             "later": ShardedTensor.from_rank_offsets("later", torch.full((9,), fill), replica_id=rank),
         }
 
-    train(rank, run, 3)
-    newest = str(directory_of(run, 3))
+    train(rank, tmp_path, 3)
+    newest = str(directory_of(tmp_path, 3))
     for iteration in (2, 3):
-        installed().save(grown(iteration), str(directory_of(run, iteration)))
+        installed().save(grown(iteration), str(directory_of(tmp_path, iteration)))
     for damaged, expected in ((3, 2), (2, None)):
-        by_first(rank, partial(flip_payload, directory_of(run, damaged)))
+        by_first(rank, partial(flip_payload, directory_of(tmp_path, damaged)))
         if expected is not None:
             loaded = installed().load(grown(0), newest, strict="log_all")
             assert (loaded["common"]["iteration"], loaded["later"].unique().tolist()) == (expected, [expected])
@@ -170,14 +166,12 @@ def without_a_tensor(rank: int, run: Path) -> None:
         installed().load(grown(0), newest, strict="log_all")
 
 
-def test_no_older_checkpoint_is_read_into_half_of_a_newer_one(tmp_path: Path) -> None:
-    run_ranks(without_a_tensor, 2, tmp_path, deadline_s=DEADLINE_S, environment=GO_BACK)
-
-
-def several(rank: int, run: Path) -> list[Any]:
+@on_ranks(2, environment=GO_BACK)
+def test_as_far_back_as_need_be_and_forward_again(rank: int, tmp_path: Path) -> None:
     """Something newer has written the third, which is no damage. Two in a row are damaged; training goes on from the
     first and saves the third again; then all are damaged.
     """
+    run = tmp_path
     train(rank, run, 4)
     by_first(rank, lambda: truncate(directory_of(run, 4)))
     assert [resume(run)[:2], resume(run)[:2]] == [(3, 3), (3, 3)]  # the third is remembered, and lost
@@ -205,10 +199,10 @@ def several(rank: int, run: Path) -> list[Any]:
         flip_payload(directory_of(run, 3))
         flip_payload(directory_of(run, 2))
     dist.barrier()
-    found: list[Any] = [resume(run)[:2], resume(run)[:2]]
+    assert [resume(run)[:2], resume(run)[:2]] == [(3, 1), (1, 1)]  # what was found is remembered
     installed().save(state(3), str(directory_of(run, 3)))
     dist.barrier()
-    found.append(resume(run)[:2])
+    assert resume(run)[:2] == (3, 3)
     if rank == 0:
         for iteration in (1, 2, 3):
             (directory_of(run, iteration) / ".metadata").write_bytes(b"nothing")
@@ -216,21 +210,10 @@ def several(rank: int, run: Path) -> list[Any]:
     for use in (lambda: resume(run), lambda: installed().load(state(0), str(directory_of(run, 3)))):
         with pytest.raises(CorruptCheckpointError, match=r"no older one that is complete"):
             use()
-    return found
-
-
-def test_as_far_back_as_need_be_and_forward_again(tmp_path: Path) -> None:
-    outcomes = run_ranks(several, 2, tmp_path, deadline_s=DEADLINE_S, environment=GO_BACK)
-    for first_time, again, saved_again in outcomes:
-        assert first_time == (3, 1)
-        assert again == (1, 1)  # what was found is remembered
-        assert saved_again == (3, 3)
 
 
 def others_are_not_damaged(run: Path) -> None:
     """A launch asks one rank what the newest checkpoint is: of a sound one of another format it has to hear that."""
-    from megatron.core import dist_checkpointing
-
     legacy, of_dcp = directory_of(run, 3), directory_of(run, 4)
     (legacy / "mp_rank_00").mkdir(parents=True)
     torch.save({"iteration": 3}, legacy / "mp_rank_00" / "model_optim_rng.pt")
@@ -248,18 +231,13 @@ def megatron_says_what_is_lost(checkpoint: Path) -> None:
     assert any(text.startswith("metadata.json: missing") for text in said), said
 
 
-def by_default(rank: int, run: Path) -> str:
-    train(rank, run, 2)
-    by_first(rank, lambda: truncate(directory_of(run, 2)))
-    with pytest.raises(CorruptCheckpointError) as raised:
-        resume(run)
+@on_ranks(2)
+def test_by_default_a_damaged_checkpoint_ends_the_load(rank: int, tmp_path: Path) -> None:
+    train(rank, tmp_path, 2)
+    by_first(rank, lambda: truncate(directory_of(tmp_path, 2)))
+    with pytest.raises(CorruptCheckpointError, match="iter_0000002"):
+        resume(tmp_path)
     if rank == 0:
-        megatron_says_what_is_lost(directory_of(run, 1))
+        megatron_says_what_is_lost(directory_of(tmp_path, 1))
         os.environ.update(GO_BACK)
-        others_are_not_damaged(run)
-    return str(raised.value)
-
-
-def test_by_default_a_damaged_checkpoint_ends_the_load(tmp_path: Path) -> None:
-    for message in run_ranks(by_default, 2, tmp_path, deadline_s=DEADLINE_S):
-        assert "iter_0000002" in message
+        others_are_not_damaged(tmp_path)

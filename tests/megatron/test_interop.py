@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.megatron.interop_ranks import STEPS, Job, assert_loaded, load_all, save_all
-from tests.support.gloo_ranks import run_pretending_ranks, run_stock_ranks
+from tests.support.gloo_ranks import run_megatron_ranks, run_stock_ranks
 from tests.support.models import DENSE, GATED, MOE_GROUPED, MOE_SEQUENTIAL, ModelShape, Parallel
 from tests.support.state_compare import differing, read_state
 
@@ -61,7 +61,7 @@ def test_each_side_reads_what_the_other_has_saved(size: int, names: list[str], t
         return [replace(job, layout=LAYOUTS[size][job.name][2]) for job in saved]
 
     by_ours, by_stock = jobs("ours"), jobs("stock")
-    for ran in run_pretending_ranks(save_all, size, by_ours, True, asynchronous=True, deadline_s=DEADLINE_S):
+    for ran in run_megatron_ranks(save_all, size, by_ours, True, asynchronous=True, deadline_s=DEADLINE_S):
         assert set(ran.values()) == {("mcore_ckpt.TorchDistSaveStrategy.async_save",)}
     for ran in run_stock_ranks(save_all, size, by_stock, False, deadline_s=DEADLINE_S):
         for methods in ran.values():
@@ -70,7 +70,7 @@ def test_each_side_reads_what_the_other_has_saved(size: int, names: list[str], t
     by_rank = run_stock_ranks(load_all, size, other_layout(by_ours), False, deadline_s=DEADLINE_S)
     for job in by_ours:
         assert_loaded(job, [rank[job.name] for rank in by_rank], "megatron")
-    by_rank = run_pretending_ranks(load_all, size, other_layout(by_stock), True, deadline_s=DEADLINE_S)
+    by_rank = run_megatron_ranks(load_all, size, other_layout(by_stock), True, deadline_s=DEADLINE_S)
     for job in by_stock:
         assert_loaded(job, [rank[job.name] for rank in by_rank], "mcore_ckpt")
     _check_where_this_package_does_not_exist(by_ours)

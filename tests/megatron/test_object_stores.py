@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions, verify_checkpoint
 from tests.megatron.test_strategy import load_on_rank, save_on_rank
-from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.object_server import S3Directory
 from tests.support.states import check_state, sharded_state
 

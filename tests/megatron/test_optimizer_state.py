@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import LoadError, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
-from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
+from tests.support.gloo_ranks import on_ranks, run_ranks
 
 
 def whole(seed: int) -> torch.Tensor:
@@ -32,10 +32,15 @@ def trained(rank: int = 0) -> dict[str, Any]:
     }
 
 
-def test_plain_tensors_whole_and_nested_as_saved(tmp_path: Path) -> None:
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
     dcp.save(trained(), checkpoint_id=tmp_path)
+    return tmp_path
+
+
+def test_plain_tensors_whole_and_nested_as_saved(saved: Path) -> None:
     model = {"linear.weight": torch.empty(8, 6), "linear.bias": torch.empty(8)}
-    loaded = load_sharded_optimizer_state(model, tmp_path)
+    loaded = load_sharded_optimizer_state(model, saved)
     assert set(loaded) == {"optimizer"}
     weight = loaded["optimizer"]["state"]["linear.weight"]
     assert torch.equal(weight["exp_avg"], whole(100))
@@ -53,47 +58,43 @@ PLACES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_place_that_is_not_that_of_the_key_is_refused(place: str, tmp_path: Path) -> None:
-    dcp.save(trained(), checkpoint_id=tmp_path)
-    key, file = "optimizer.state.linear.weight.exp_avg", tmp_path / ".metadata"
+def test_a_place_that_is_not_that_of_the_key_is_refused(place: str, saved: Path) -> None:
+    key, file = "optimizer.state.linear.weight.exp_avg", saved / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     assert key in metadata.planner_data
     metadata.planner_data[key] = PLACES[place]
     file.write_bytes(pickle.dumps(metadata))
     model = {"linear.weight": torch.empty(8, 6), "linear.bias": torch.empty(8)}
     with pytest.raises(LoadError, match=key.replace(".", r"\.") + ".*planner_data"):
-        load_sharded_optimizer_state(model, tmp_path)
+        load_sharded_optimizer_state(model, saved)
 
 
-def test_a_box_at_an_offset(tmp_path: Path) -> None:
-    dcp.save(trained(), checkpoint_id=tmp_path)
+@pytest.mark.parametrize(
+    ("shape", "offset", "part"),
+    [
+        ((4, 3), (2, 3), lambda state: state[2:6, 3:6]),
+        *(
+            ((count,), start, lambda state, at=slice(start, start + count): state.view(-1)[at])
+            for start, count in ((0, 48), (5, 20), (13, 1), (40, 8))
+        ),
+    ],
+)
+def test_a_box_or_a_flat_shard_at_an_offset(shape: Any, offset: Any, part: Any, saved: Path) -> None:
     loaded = load_sharded_optimizer_state(
-        {"linear.weight": torch.empty(4, 3)}, tmp_path, offsets={"linear.weight": (2, 3)}
-    )
-    assert torch.equal(loaded["optimizer"]["state"]["linear.weight"]["exp_avg"], whole(100)[2:6, 3:6])
-
-
-@pytest.mark.parametrize(("start", "count"), [(0, 48), (5, 20), (13, 1), (40, 8)])
-def test_a_flat_shard_at_an_offset(tmp_path: Path, start: int, count: int) -> None:
-    dcp.save(trained(), checkpoint_id=tmp_path)
-    loaded = load_sharded_optimizer_state(
-        {"linear.weight": torch.empty(count)}, tmp_path, offsets={"linear.weight": start}
+        {"linear.weight": torch.empty(shape)}, saved, offsets={"linear.weight": offset}
     )
     state = loaded["optimizer"]["state"]["linear.weight"]
-    assert torch.equal(state["exp_avg"], whole(100).view(-1)[start : start + count])
-    assert torch.equal(state["exp_avg_sq"], whole(200).view(-1)[start : start + count])
+    assert torch.equal(state["exp_avg"], part(whole(100)))
+    assert torch.equal(state["exp_avg_sq"], part(whole(200)))
 
 
-def test_what_cannot_be_is_named(tmp_path: Path) -> None:
-    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path)
+def test_what_cannot_be_is_named(saved: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=saved / "model")
     with pytest.raises(MissingKeyError, match="optimizer"):
-        load_sharded_optimizer_state({"w": torch.empty(3)}, tmp_path)
-    dcp.save(trained(), checkpoint_id=tmp_path / "trained")
+        load_sharded_optimizer_state({"w": torch.empty(3)}, saved / "model")
     for tensor, offset in ((torch.empty(40), 20), (torch.empty(9, 6), (0, 0))):
         with pytest.raises(ShapeMismatchError, match=r"linear\.weight"):
-            load_sharded_optimizer_state(
-                {"linear.weight": tensor}, tmp_path / "trained", offsets={"linear.weight": offset}
-            )
+            load_sharded_optimizer_state({"linear.weight": tensor}, saved, offsets={"linear.weight": offset})
 
 
 def dtensors(rank: int, path: Path, world: int, save: bool) -> None:
@@ -127,7 +128,8 @@ def test_dtensors_get_the_layout_of_their_parameters(tmp_path: Path) -> None:
     run_ranks(dtensors, 4, tmp_path, 4, False)
 
 
-def megatron_optimizer(rank: int, path: Path) -> None:
+@on_ranks(2)
+def test_megatron_reads_the_optimizers_part_only(rank: int, tmp_path: Path) -> None:
     from megatron.core.dist_checkpointing import ShardedTensor, save
 
     from mcore_ckpt import TorchDistSaveStrategy
@@ -142,7 +144,7 @@ def megatron_optimizer(rank: int, path: Path) -> None:
             },
         }
 
-    save(state(5.0), str(path), TorchDistSaveStrategy())
+    save(state(5.0), str(tmp_path), TorchDistSaveStrategy())
     dist.barrier()
     read = []
     original = reader.CheckpointReader.read_items
@@ -152,12 +154,8 @@ def megatron_optimizer(rank: int, path: Path) -> None:
         read.append(self.stats.bytes_read)
 
     reader.CheckpointReader.read_items = counted  # type: ignore[method-assign]
-    loaded = load_sharded_optimizer_state(state(0.0), path)
+    loaded = load_sharded_optimizer_state(state(0.0), tmp_path)
     assert (loaded["optimizer"]["exp_avg"] == 5.0).all()
     assert set(loaded) == {"optimizer"}
     assert read
     assert max(read) < 100_000, "the model's 400 kB were read, too"
-
-
-def test_megatron_reads_the_optimizers_part_only(tmp_path: Path) -> None:
-    run_pretending_ranks(megatron_optimizer, 2, tmp_path)

@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing, fp8_utils
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-from mcore_ckpt import LoadError
-from tests.support.gloo_ranks import made
-from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
+from mcore_ckpt import LoadError, TorchDistLoadStrategy, TorchDistSaveStrategy
+from mcore_ckpt.megatron import strategy as strategies
+from mcore_ckpt.megatron.versions import megatron_version, stock_class
+from tests.support.gloo_ranks import on_ranks
 from tests.support.kept_log import kept_log
 
 ROWS, COLUMNS, COUNT = 64, 96, 10
@@ -62,8 +66,6 @@ class Quantized(torch.Tensor):
 
 def quantized_engine() -> None:
     """Megatron takes `Quantized` for Transformer Engine's class."""
-    from megatron.core import fp8_utils
-
     for name in ("HAVE_TE_FP8_TENSOR_CLASS", "HAVE_TE_FLOAT8TENSOR"):
         setattr(fp8_utils, name, True)
     for name in ("FP8_TENSOR_CLASS", "Float8Tensor"):
@@ -75,8 +77,6 @@ def values(i: int) -> torch.Tensor:
 
 
 def sharded(key: str, data: Any, part: int, parts: int) -> Any:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     return ShardedTensor.from_rank_offsets(key, data, (0, part, parts))
 
 
@@ -92,14 +92,8 @@ def targets_and_state(rank: int, world: int) -> tuple[list[Quantized], dict[str,
     return targets, state
 
 
-def loads_into_quantized_tensors(rank: int, directory: str) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-
-    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.megatron import strategy
-    from mcore_ckpt.megatron.versions import megatron_version
-
+@on_ranks(2)
+def test_quantized_tensors_are_filled_in_place_by_way_of_few_wide_ones(rank: int, tmp_path: Path) -> None:
     world = dist.get_world_size()
     pieces = [2 * rank, 2 * rank + 1]  # two boxes are stored for each that is wanted
     saved: dict[str, Any] = {
@@ -108,11 +102,11 @@ def loads_into_quantized_tensors(rank: int, directory: str) -> None:
         for piece in pieces
     }
     saved["bias"] = sharded("bias", torch.arange(8.0).view(8, 1).chunk(world)[rank], rank, world)
-    dist_checkpointing.save(saved, made(Path(directory)), TorchDistSaveStrategy())
+    dist_checkpointing.save(saved, str(tmp_path), TorchDistSaveStrategy())
 
     quantized_engine()
     one_bytes = ROWS // world * COLUMNS * 2
-    strategy._SCRATCH_BYTES = 3 * one_bytes  # type: ignore[misc]
+    strategies._SCRATCH_BYTES = 3 * one_bytes  # type: ignore[misc]
     for wrapped in (False, True):
         targets, state = targets_and_state(rank, world)
         bias = state["bias"].data
@@ -121,9 +115,9 @@ def loads_into_quantized_tensors(rank: int, directory: str) -> None:
             strategy = FullyParallelLoadStrategyWrapper(strategy)
         if megatron_version() >= (0, 19):
             assert strategy.stream_ckpt_dequant
-            loaded = dist_checkpointing.load(state, directory, strategy)
+            loaded = dist_checkpointing.load(state, str(tmp_path), strategy)
         else:  # there Megatron's `load` makes wide copies first
-            loaded = strategy.load(state, Path(directory))
+            loaded = strategy.load(state, tmp_path)
         for i, target in enumerate(targets):
             assert loaded[f"w{i}"] is target, "it is to be filled in place"
             assert target.fills == 1
@@ -135,17 +129,12 @@ def loads_into_quantized_tensors(rank: int, directory: str) -> None:
     targets, state = targets_and_state(rank, world)
     state["w1"].key = "another"
     with pytest.raises(LoadError, match="another"):
-        TorchDistLoadStrategy().load(state, directory)
+        TorchDistLoadStrategy().load(state, tmp_path)
 
 
-def test_quantized_tensors_are_filled_in_place_by_way_of_few_wide_ones(tmp_path: Path) -> None:
-    run_ranks(loads_into_quantized_tensors, 2, str(tmp_path / "checkpoint"))
-
-
-def arguments_of_strategies(rank: int) -> None:
-    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.megatron.versions import stock_class
-
+@on_ranks(1)
+def test_every_argument_of_this_megatron_is_known_and_others_are_named(rank: int) -> None:
+    """Runs with each supported version, in the matrix."""
     pairs = {
         "TorchDistSaveShardedStrategy": TorchDistSaveStrategy,
         "TorchDistLoadShardedStrategy": TorchDistLoadStrategy,
@@ -166,8 +155,3 @@ def arguments_of_strategies(rank: int) -> None:
         TorchDistLoadStrategy(True, False, "name")
         TorchDistSaveStrategy("torch_dist", 1, True, 2, True, None, True)
     assert said == []
-
-
-def test_every_argument_of_this_megatron_is_known_and_others_are_named() -> None:
-    """Runs with each supported version, in the matrix."""
-    run_ranks(arguments_of_strategies, 1)

@@ -10,27 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from mcore_ckpt import CorruptCheckpointError, OptionError, SaveError, SaveOptions
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from mcore_ckpt.megatron import serialization
+from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
 from mcore_ckpt.megatron.versions import differences
 from tests.megatron.trap_ranks import check, installed, state
-from tests.support.gloo_ranks import made
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
-
-pytest.importorskip("megatron.core")
+from tests.support.gloo_ranks import made, on_ranks
 
 RANKS = 3
-# Far less than the time-out of the process group.
-DEADLINE_S = 60.0
 
 
 def wrapped(**options: Any) -> Any:
     """A strategy behind Megatron's fully parallel wrapper over the group that this rank is in."""
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-
-    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
-
     own = next(
         made for made in [(ranks, dist.new_group(ranks)) for ranks in ([0, 2], [1, 3])] if dist.get_rank() in made[0]
     )[1]
@@ -41,15 +37,13 @@ def _cannot_be_built(*_: Any) -> Any:
     raise MemoryError("no memory on this rank")
 
 
-def kept_away(rank: int, run: Path) -> None:
+@on_ranks(4)
+def test_what_one_rank_raises_before_the_first_exchange_all_raise(rank: int, tmp_path: Path) -> None:
     """A rank fails before the first exchange of a save, which behind a wrapper is one of its group from 0.19 on: in the
     common state each in turn, in a factory, or since there is no directory. The next save works.
     """
     dist_checkpointing = installed()
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    name = made(run / "iter_0000001")
+    name = made(tmp_path / "iter_0000001")
     strategy = wrapped()
 
     def fails(words: str, saved: dict[str, Any], directory: str = name, **how: Any) -> None:
@@ -74,7 +68,7 @@ def kept_away(rank: int, run: Path) -> None:
     build = _cannot_be_built if rank == 1 else built
     factory = ShardedTensorFactory("made", torch.ones(2), build, lambda found: found)
     fails("rank 1.*MemoryError|no memory on this rank", {**state(1), "made": factory})
-    fails("rank 0.*iter_0000009|No such file", state(1), str(run / "iter_0000009"))
+    fails("rank 0.*iter_0000009|No such file", state(1), str(tmp_path / "iter_0000009"))
     with pytest.raises(OptionError, match="validate_access_integrity"):
         dist_checkpointing.save(state(1), name, validate_access_integrity=rank != 1)
     for used in (None, strategy):
@@ -82,14 +76,11 @@ def kept_away(rank: int, run: Path) -> None:
         check(dist_checkpointing.load(state(0), name), 1)
 
 
-def test_what_one_rank_raises_before_the_first_exchange_all_raise(tmp_path: Path) -> None:
-    run_ranks(kept_away, 4, tmp_path, deadline_s=DEADLINE_S)
-
-
-def differing_later(rank: int, run: Path) -> None:
+@on_ranks(4)
+def test_options_that_differ_between_or_within_groups_are_an_error_on_all_ranks(rank: int, tmp_path: Path) -> None:
     """Some have another value of an option after a save in which all had the same, and after one with that value."""
     dist_checkpointing = installed()
-    name, between = made(run / "iter_0000001"), made(run / "iter_0000002")
+    name, between = made(tmp_path / "iter_0000001"), made(tmp_path / "iter_0000002")
     dist_checkpointing.save(state(1), name, wrapped())
     before = sorted(os.listdir(name))
     dist_checkpointing.save(state(2), between, wrapped(compare_replicas="warn"))
@@ -103,14 +94,11 @@ def differing_later(rank: int, run: Path) -> None:
     check(dist_checkpointing.load(state(0), name), 3)
 
 
-def test_options_that_differ_between_or_within_groups_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(differing_later, 4, tmp_path, deadline_s=DEADLINE_S)
-
-
-def in_other_directories(rank: int, run: Path) -> None:
+@on_ranks(RANKS)
+def test_ranks_at_different_iterations_save_nothing(rank: int, tmp_path: Path) -> None:
     """Rank 1 is one iteration ahead."""
     dist_checkpointing = installed()
-    names = [made(run / f"iter_000000{iteration}") for iteration in (1, 2)]
+    names = [made(tmp_path / f"iter_000000{iteration}") for iteration in (1, 2)]
     with pytest.raises(SaveError, match="iter_0000001, iter_0000002: they are at different iterations"):
         dist_checkpointing.save(state(1), names[1 if rank == 1 else 0])
     dist.barrier()
@@ -118,19 +106,16 @@ def in_other_directories(rank: int, run: Path) -> None:
     assert {path.name for name in names for path in Path(name).iterdir()} <= {INCOMPLETE_MARKER}
 
 
-def test_ranks_at_different_iterations_save_nothing(tmp_path: Path) -> None:
-    run_ranks(in_other_directories, RANKS, tmp_path, deadline_s=DEADLINE_S)
-
-
 # --- loads: where they go back, all do
 
 DIFFERENT = {"ON_DAMAGED": "go_back", "CERTIFY": "raise"}
 
 
-def differing(rank: int, run: Path) -> None:
+@on_ranks(RANKS)
+def test_options_that_differ_are_an_error_on_all_ranks(rank: int, tmp_path: Path) -> None:
     """Rank 1 has another value of each option in turn."""
     dist_checkpointing = installed()
-    name = str(run / "iter_0000001")
+    name = str(tmp_path / "iter_0000001")
     dist_checkpointing.save(state(1), made(Path(name)))
     for option, value in DIFFERENT.items():
         with pytest.MonkeyPatch.context() as patched:
@@ -141,11 +126,6 @@ def differing(rank: int, run: Path) -> None:
     check(dist_checkpointing.load(state(0), name), 1)
 
 
-def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    """Also where Megatron lets ranks load alone: not in a load that it checks, as it does by default."""
-    run_ranks(differing, RANKS, tmp_path, deadline_s=DEADLINE_S)
-
-
 FAILING: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({}, {}),
     ({"ON_DAMAGED": "go_back"}, {}),
@@ -154,18 +134,15 @@ FAILING: list[tuple[dict[str, str], dict[str, Any]]] = [
 ]
 
 
-def failing(rank: int, run: Path) -> None:
+@on_ranks(RANKS)
+def test_what_fails_on_one_rank_ahead_of_the_tensors_is_told_to_all(rank: int, tmp_path: Path) -> None:
     """One rank in turn cannot read the common state, or asks for what the checkpoint lacks, where Megatron gathers what
     all ask for.
     """
     dist_checkpointing = installed()
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from mcore_ckpt.megatron import serialization
-
     for iteration in (1, 2):
-        dist_checkpointing.save(state(iteration), made(run / f"iter_000000{iteration}"))
-    name = str(run / "iter_0000002")
+        dist_checkpointing.save(state(iteration), made(tmp_path / f"iter_000000{iteration}"))
+    name = str(tmp_path / "iter_0000002")
     load_common: Any = serialization.load_common
 
     def cannot_read(*args: Any) -> Any:
@@ -194,21 +171,11 @@ def failing(rank: int, run: Path) -> None:
         check(dist_checkpointing.load(state(0), name, strict=strict), 2)
 
 
-def test_what_fails_on_one_rank_ahead_of_the_tensors_is_told_to_all(tmp_path: Path) -> None:
-    """They would wait in the next exchange; where they go back, all do."""
-    run_ranks(failing, RANKS, tmp_path, deadline_s=DEADLINE_S)
-
-
-def loading_alone(rank: int, run: Path) -> int:
+@pytest.mark.skipif(differences().all_ranks_load, reason="this megatron-core lets no rank load alone")
+@on_ranks(RANKS)
+def test_a_rank_that_loads_alone_waits_for_none(rank: int, tmp_path: Path) -> None:
     dist_checkpointing = installed()
-    name = str(run / "iter_0000001")
+    name = str(tmp_path / "iter_0000001")
     dist_checkpointing.save(state(1), made(Path(name)))
     if rank == 1:
         check(dist_checkpointing.load(state(0), name, validate_access_integrity=False), 1)
-    return rank
-
-
-def test_a_rank_that_loads_alone_waits_for_none(tmp_path: Path) -> None:
-    if differences().all_ranks_load:
-        pytest.skip("this megatron-core lets no rank load alone")
-    assert run_ranks(loading_alone, RANKS, tmp_path, deadline_s=DEADLINE_S) == [0, 1, 2]

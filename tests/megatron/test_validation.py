@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 
 from mcore_ckpt.core.errors import CheckpointError, PlanError
+from mcore_ckpt.state.plan_check import Accesses, check_requests
 from tests.megatron.trap_ranks import counted, installed
-from tests.support.gloo_ranks import made, run_pretending_ranks
-
-pytest.importorskip("megatron.core.dist_checkpointing", reason="it is Megatron's validation")
+from tests.support.gloo_ranks import made, on_ranks, run_megatron_ranks
 
 RANKS = 2
 
@@ -26,8 +29,6 @@ RANKS = 2
 
 def _state(chance: random.Random) -> list[list[Any]]:
     """What three ranks hold of a few tensors and objects, as a model's layers and a distributed optimizer would."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-
     ranks: list[list[Any]] = [[], [], []]
     for number in range(4):
         kind = chance.choice(["rows", "columns", "replicas", "layers", "object"])
@@ -79,11 +80,6 @@ def _refuses(check: Callable[[], None], *errors: type[BaseException]) -> bool:
 
 
 def test_any_state_is_refused_by_both_or_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
-
-    from mcore_ckpt.state.plan_check import Accesses, check_requests
-
     monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
     logging.getLogger("megatron.core.dist_checkpointing.validation").disabled = True
     verdicts = set()
@@ -102,10 +98,6 @@ def test_any_state_is_refused_by_both_or_by_none(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("case", ["both kinds of grid", "a tensor and an object"])
 def test_what_ranks_may_not_mix(case: str) -> None:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-
-    from mcore_ckpt.state.plan_check import Accesses, check_requests
-
     data = torch.zeros(2, 4)
     first, second = (ShardedTensor.from_rank_offsets("key", data, (0, rank, 2)) for rank in range(2))
     if case == "both kinds of grid":
@@ -128,7 +120,6 @@ FAULTS = ("no main replica", "two main replicas", "dtype", "missing")
 def _refused(rank: int, root: Path) -> list[str]:
     """What our save and load say, on this rank, of each fault in a tensor that both ranks hold; one line."""
     dc = installed()
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     def state(fault: str) -> dict[str, Any]:
         data = torch.ones(4, dtype=torch.float64 if fault == "dtype" and rank == 1 else torch.float32)
@@ -154,18 +145,15 @@ def _refused(rank: int, root: Path) -> list[str]:
 
 
 def test_faults_are_refused_by_saves_and_loads_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_pretending_ranks(_refused, RANKS, tmp_path)
+    first, second = run_megatron_ranks(_refused, RANKS, tmp_path)
     assert first == second
     assert all("w: " in said for said in first)
     assert "no rank the main one" in first[0]
 
 
-def _saves(rank: int, root: Path) -> list[Any]:
-    """Save twice, with a common state that differs, and load; what was exchanged by torch's own collectives."""
+@on_ranks(2)
+def test_nothing_is_gathered_and_a_differing_common_state_is_named(rank: int, tmp_path: Path) -> None:
     dc = installed()
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
@@ -174,22 +162,15 @@ def _saves(rank: int, root: Path) -> list[Any]:
     said: list[Any] = []
     with counted(dist, "all_gather_object", "broadcast_object_list") as gathers:
         for number in range(2):
-            path = made(root / str(number))
+            path = made(tmp_path / str(number))
             state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2)), "rank": number * rank}
             dc.save(state, path, strategy)
             said.append((strategy.validated_cache_reuse, list(warned)))
             warned.clear()
         dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, path)
-    return [*said, gathers]
-
-
-def test_nothing_is_gathered_and_a_differing_common_state_is_named(tmp_path: Path) -> None:
-    first, second = run_pretending_ranks(_saves, 2, tmp_path)
     differs = (
         "Rank 1 common state dict differs from rank 0 common state dict. Keys only on rank 0: [], Keys only on 1: [], "
         "Mismatched keys: [(('rank',), <class 'int'>, <class 'int'>)]"
     )
-    assert [warned for _, warned in first[:2]] == [[], []]
-    assert [warned for _, warned in second[:2]] == [[], [differs]]
-    assert [again for again, _ in second[:2]] == [False, True]
-    assert first[2] == second[2] == []
+    assert said == [(False, []), (True, [differs] * rank)]
+    assert gathers == []

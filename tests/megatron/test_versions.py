@@ -11,6 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 from mcore_ckpt import (
     CorruptCheckpointError,
@@ -26,18 +29,15 @@ from mcore_ckpt.format.zip_records import version_of, with_versions
 from mcore_ckpt.megatron.versions import parallel_layout
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.megatron.trap_ranks import installed
-from tests.support.gloo_ranks import run_megatron_ranks, run_stock_ranks
+from tests.support.gloo_ranks import on_ranks, run_megatron_ranks, run_stock_ranks
 from tests.support.kept_log import kept_log
-
-pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+from tests.support.stock import LISTS_TENSORS
 
 
 def state(own: Any, rank: int) -> dict[str, Any]:
     """Random states as Megatron-LM describes them, an object that all ranks have alike, extra state as Transformer
     Engine pickles it, and a tensor.
     """
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-
     return {
         "rng_state": ShardedObject("rng_state", [own], (1, 1), (0, 0), replica_id=rank),
         "alike": ShardedObject("alike", {"groups": ["a", "b"]}, (1,), (0,), replica_id=(0, 0, rank)),
@@ -59,8 +59,6 @@ def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any], list[str
             (path / name).mkdir(exist_ok=True)
             torch.distributed.barrier()
             dist_checkpointing.save(state(states_of(rank), rank), str(path / name))
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-
     wrapped = FullyParallelLoadStrategyWrapper(TorchDistLoadStrategy())
     loaded = [
         dist_checkpointing.load(state(None, rank), str(path / name), strategy)["rng_state"]
@@ -75,20 +73,21 @@ def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any], list[str
 
 def layout_with(order: str) -> str:
     """Of groups of the same sizes, whose ranks are others."""
-    from megatron.core import parallel_state
-
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, order=order)
     layout = parallel_layout()
     parallel_state.destroy_model_parallel()
     return layout
 
 
-def save_refused(rank: int, path: Path) -> str:
-    """What each rank raises; then all have the same object."""
+@on_ranks(4)
+def test_a_save_of_other_objects_is_refused_on_all_ranks_if_they_are_to_raise(rank: int, tmp_path: Path) -> None:
+    """Then all have the same object."""
+    path = tmp_path / "run"
     strategy = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="raise"))
     path.mkdir(exist_ok=True)
     torch.distributed.barrier()
-    with pytest.raises(SaveError) as caught:
+    said = r'rng_state/shard_0.0_1.1 on ranks 1, 3\. With compare_replicas="warn" it is kept'
+    with pytest.raises(SaveError, match=said):
         installed().save(state(states_of(rank), rank), str(path), strategy)
     torch.distributed.barrier()
     assert not list(path.glob("*.distcp")) + list(path.glob(".metadata"))
@@ -98,31 +97,21 @@ def save_refused(rank: int, path: Path) -> str:
         installed().save(state(states_of(rank), rank), str(path))
     torch.distributed.barrier()
     installed().save(state(states_of(0), rank), str(path), strategy)
-    return str(caught.value)
+    assert verify_checkpoint(path).whole
 
 
-def test_a_save_of_other_objects_is_refused_on_all_ranks_if_they_are_to_raise(tmp_path: Path) -> None:
-    for message in run_megatron_ranks(save_refused, 4, tmp_path / "run"):
-        assert 'rng_state/shard_0.0_1.1 on ranks 1, 3. With compare_replicas="warn" it is kept' in message
-    assert verify_checkpoint(tmp_path / "run").whole
-
-
-def save_twice(rank: int, path: Path) -> tuple[Any, list[str]]:
-    """One rank has a main object and what claims to be its replica."""
+@on_ranks(1)
+def test_a_replica_of_the_rank_that_saves_the_main_one_is_compared(rank: int, tmp_path: Path) -> None:
     held = state(3, 0) | {"again": state(4, 1)["rng_state"]}
     strategy = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="raise"))
-    path.mkdir()
+    path = str(tmp_path)
     with pytest.raises(SaveError, match=r"rng_state/shard_0.0_1.1 on ranks 0\."):
-        installed().save(held, str(path), strategy)
+        installed().save(held, path, strategy)
     with kept_log() as lines:
-        installed().save(held, str(path))
-    return installed().load(state(None, 0), str(path))["rng_state"], lines
-
-
-def test_a_replica_of_the_rank_that_saves_the_main_one_is_compared(tmp_path: Path) -> None:
-    ((loaded, (line,)),) = run_megatron_ranks(save_twice, 1, tmp_path / "run")
-    assert loaded == [3]
+        installed().save(held, path)
+    (line,) = lines
     assert "rng_state/shard_0.0_1.1 on ranks 0. " in line
+    assert installed().load(state(None, 0), path)["rng_state"] == [3]
 
 
 def load_alone(rank: int, path: Path) -> tuple[Any, list[str]]:
@@ -133,11 +122,7 @@ def load_alone(rank: int, path: Path) -> tuple[Any, list[str]]:
 
 
 def load_by_stock(rank: int, path: Path) -> Any:
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.metadata import TensorProperties
-
-    # Stock cannot list the tensors of a checkpoint with a torch that knows strides.
-    strict = "assume_ok_unexpected" if hasattr(TensorProperties(), "strides") else "raise_all"
+    strict = "raise_all" if LISTS_TENSORS else "assume_ok_unexpected"
     return dist_checkpointing.load(state(None, rank), str(path), strict=strict)["rng_state"]
 
 

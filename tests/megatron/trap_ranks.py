@@ -1,7 +1,4 @@
-"""What ranks of a launch need: Megatron with our strategies, and a small state to save.
-
-Nothing poses as CUDA: it is run on a machine without it, as it is.
-"""
+"""What ranks of a launch need: Megatron with our strategies, and a small state to save."""
 
 from __future__ import annotations
 
@@ -15,27 +12,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mcore_ckpt
+
+dist_checkpointing = pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+
 
 def installed() -> Any:
-    """Megatron with our strategies in force."""
     warnings.simplefilter("ignore")
-    import mcore_ckpt
-
     mcore_ckpt.install()
-    from megatron.core import dist_checkpointing
-
     return dist_checkpointing
 
 
 def state(fill: int) -> dict[str, Any]:
     """A sharded tensor, a replicated one, an object, and common state, all telling `fill`."""
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-
     rank, size = dist.get_rank(), dist.get_world_size()
+    shard = dist_checkpointing.ShardedTensor.from_rank_offsets
     return {
-        "shard": ShardedTensor.from_rank_offsets("shard", torch.full((4, 3), float(fill + rank)), (0, rank, size)),
-        "replica": ShardedTensor.from_rank_offsets("replica", torch.arange(100.0) * fill, replica_id=rank),
-        "object": ShardedObject("object", {"fill": fill}, (size,), (rank,)),
+        "shard": shard("shard", torch.full((4, 3), float(fill + rank)), (0, rank, size)),
+        "replica": shard("replica", torch.arange(100.0) * fill, replica_id=rank),
+        "object": dist_checkpointing.ShardedObject("object", {"fill": fill}, (size,), (rank,)),
         "common": {"iteration": fill},
     }
 

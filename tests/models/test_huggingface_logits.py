@@ -23,7 +23,7 @@ from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models import test_table as table
 from tests.models.test_table import EXPERTS
-from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.hf_models import (
     SMALL,
     HfCase,

@@ -35,7 +35,7 @@ from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.runs import copy_checkpoint, lineage_of_run
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.support.gloo_ranks import made, run_pretending_ranks
+from tests.support.gloo_ranks import made, run_megatron_ranks
 from tests.support.local_files import names
 from tests.support.model_like import read_all, write_model
 from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
@@ -445,7 +445,7 @@ def resume(rank: int, runs: Path) -> list[str]:
 @pytest.mark.timeout(400)
 def test_a_job_starts_from_the_model_and_is_told_what_else_there_was(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.dist_checkpointing", reason="the jobs are Megatron's")
-    run_pretending_ranks(train, 2, tmp_path, deadline_s=150)
+    run_megatron_ranks(train, 2, tmp_path, deadline_s=150)
     for name in JOBS:
         old = tmp_path / name / name_of(1)
         before = sum(path.stat().st_size for path in old.iterdir())
@@ -454,7 +454,7 @@ def test_a_job_starts_from_the_model_and_is_told_what_else_there_was(tmp_path: P
         assert share <= 0.16 or JOBS[name][0].hidden < 128
         assert not any(map(is_optimizer_key, (*read_index(old).tensors, *read_index(old).objects)))
         assert verify_checkpoint(old).whole
-    for said in run_pretending_ranks(resume, 2, tmp_path, deadline_s=150):
+    for said in run_megatron_ranks(resume, 2, tmp_path, deadline_s=150):
         assert len(said) == 2 * len(JOBS)
         for text in said:
             assert "was removed on" in text

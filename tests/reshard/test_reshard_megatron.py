@@ -21,7 +21,7 @@ from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.megatron.interop_ranks import Job, LoadedState, assert_loaded, load_all, save_all
 from tests.megatron.trap_ranks import installed
-from tests.support.gloo_ranks import run_pretending_ranks, run_stock_ranks
+from tests.support.gloo_ranks import run_megatron_ranks, run_stock_ranks
 from tests.support.model_like import assert_same, read_all
 from tests.support.models import DENSE, GATED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
 from tests.support.shared_groups import share_groups
@@ -86,7 +86,7 @@ def test_stock_megatron_loads_what_was_resharded(tmp_path: Path, chosen: str) ->
 
     if "layer-wise" in cases:  # it declares flat buckets, and has none
         assert summarize_checkpoint(saved["layer-wise"].checkpoint).optimizer == "fully_reshardable"
-        by_ours = run_pretending_ranks(load_all, 4, [resharded["layer-wise"]], True, deadline_s=DEADLINE_S)
+        by_ours = run_megatron_ranks(load_all, 4, [resharded["layer-wise"]], True, deadline_s=DEADLINE_S)
         assert_loaded(resharded["layer-wise"], [rank["layer-wise"] for rank in by_ours], "mcore_ckpt")
 
     for world in sorted({case.world for case in cases.values()}):
@@ -134,7 +134,7 @@ def crcs_of(state: Any) -> dict[str, int]:
 def test_a_gpt_has_one_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
-    run_pretending_ranks(train_and_save, 1, saved)
+    run_megatron_ranks(train_and_save, 1, saved)
     stored = checkpoint_fingerprint(saved)
     assert read_index(saved).fingerprints == crcs_of(stored)
     assert main(["verify", str(saved), "--state", "--json"]) == 0

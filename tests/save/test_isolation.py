@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync, SaveOptions
-from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
 _ROWS, _COLUMNS = 400, 300  # more than the smallest budget together
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.megatron import strategy
 from mcore_ckpt.save.transaction import Span, write_trace
-from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 
 

@@ -49,14 +49,8 @@ def ranks_on(hosts: Hosts) -> Iterator[tuple[StandingRanks, Path]]:
     run = hosts[0].parents[1] / "run"
     run.mkdir(exist_ok=True)
     with standing_ranks(2, preload=MEGATRON, collective_s=90.0) as ranks:
-        succeed(ranks, join, hosts, run)
+        ranks.values(join, hosts, run)
         yield ranks, run
-
-
-def succeed(ranks: StandingRanks, function: Callable[..., Any], *arguments: Any) -> None:
-    outcomes = ranks.call(function, *arguments)
-    if not all(outcome.ok for outcome in outcomes):
-        raise RanksFailedError(function.__name__, outcomes)
 
 
 # --- in the ranks -----------------------------------------------------------------------------------------------------
@@ -177,23 +171,23 @@ def nothing_is_left(rank: int, directory: Path) -> None:
 def saved_again(hosts: Hosts) -> None:
     """The older checkpoint is complete, and the next save works, by ranks of which each is on the other host."""
     with ranks_on((hosts[1], hosts[0])) as (ranks, run):
-        succeed(ranks, check, run, 1)
-        succeed(ranks, save, run, 3)
-        succeed(ranks, check, run, 3)
-        succeed(ranks, nothing_is_left, run)
+        ranks.values(check, run, 1)
+        ranks.values(save, run, 3)
+        ranks.values(check, run, 3)
+        ranks.values(nothing_is_left, run)
 
 
 @pytest.mark.parametrize("work", [replace_in_turns, look_at_new_ones_and_remove, keep_the_last])
 def test_two_hosts(work: Callable[..., None], hosts: Hosts) -> None:
     with ranks_on(hosts) as (ranks, run):
-        succeed(ranks, work, run / "run")
+        ranks.values(work, run / "run")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("at", "dead"), [("write", [0, 1]), ("publish", [0])])
 def test_ranks_that_are_killed(at: str, dead: list[int], hosts: Hosts) -> None:
     with ranks_on(hosts) as (ranks, run):
-        succeed(ranks, save, run, 1)
+        ranks.values(save, run, 1)
         with pytest.raises(RanksFailedError) as raised:
             ranks.call(save_until, run, 2, at, partial(end, None))
     outcomes = raised.value.outcomes
@@ -205,7 +199,7 @@ def test_ranks_that_are_killed(at: str, dead: list[int], hosts: Hosts) -> None:
 @pytest.mark.long
 def test_a_client_that_ends(hosts: Hosts, volume: Gluster | Ceph) -> None:
     with ranks_on(hosts) as (ranks, run):
-        succeed(ranks, save, run, 1)
+        ranks.values(save, run, 1)
         outcomes = ranks.call(save_until, run, 2, "write", partial(end, volume.processes["b"].pid))
     volume.remount("b")
     for outcome in outcomes:
@@ -217,16 +211,16 @@ def test_a_client_that_ends(hosts: Hosts, volume: Gluster | Ceph) -> None:
 @pytest.mark.parametrize("at", ["write", "publish"])
 def test_servers_that_stop_for_ten_seconds(at: str, hosts: Hosts, volume: Gluster | Ceph) -> None:
     with ranks_on(hosts) as (ranks, run):
-        succeed(ranks, save, run, 1)
-        succeed(ranks, save_until, run, 2, at, partial(pause, volume.servers(), 10))
-        succeed(ranks, check, run, 2)
-        succeed(ranks, nothing_is_left, run)
+        ranks.values(save, run, 1)
+        ranks.values(save_until, run, 2, at, partial(pause, volume.servers(), 10))
+        ranks.values(check, run, 2)
+        ranks.values(nothing_is_left, run)
 
 
 @pytest.mark.long
 def test_a_full_volume(hosts: Hosts, volume: Gluster | Ceph) -> None:
     with ranks_on(hosts) as (ranks, run):
-        succeed(ranks, save, run, 1)
+        ranks.values(save, run, 1)
         with volume.full(hosts):
             outcomes = ranks.call(save, run, 2, _LARGE)
         for outcome in outcomes:
@@ -239,10 +233,10 @@ def test_a_brick_that_ends(hosts: Hosts, volume: Gluster | Ceph) -> None:
     if not isinstance(volume, Gluster) or volume.replicas == 1:
         pytest.skip("there is no other server that has the data")
     with ranks_on(hosts) as (ranks, run):
-        succeed(ranks, save, run, 1)
-        succeed(ranks, save_until, run, 2, "write", partial(end, volume.servers()[0]))
-        succeed(ranks, check, run, 2)
+        ranks.values(save, run, 1)
+        ranks.values(save_until, run, 2, "write", partial(end, volume.servers()[0]))
+        ranks.values(check, run, 2)
         volume.bring_back()
-        succeed(ranks, save, run, 3)
-        succeed(ranks, check, run, 3)
+        ranks.values(save, run, 3)
+        ranks.values(check, run, 3)
     command("verify", hosts[1])

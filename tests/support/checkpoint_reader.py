@@ -154,8 +154,6 @@ def _look(who: Who, directory: str, tensors_only: bool) -> Found:
 
 
 def _answer(who: Who, directory: str, tensors_only: bool) -> str:
-    """The answer, from a child."""
-
     def told() -> str:
         found = _look(who, directory, tensors_only)
         return json.dumps({name: getattr(found, name) for name in Found.__slots__})

@@ -25,7 +25,6 @@ class Faults:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def before(self, operation: str) -> None:
-        """Count an operation."""
         if self.only in ("", operation):
             with self._lock:
                 number = len(self.operations)

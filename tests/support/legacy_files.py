@@ -39,8 +39,6 @@ AT_TARGET = {
 
 
 class Parameter:
-    """A parameter of the complete model."""
-
     def __init__(self, shape: tuple[int, ...], axis: int | None, gated: bool, dtype: torch.dtype) -> None:
         self.axis, self.gated = axis, gated
         self.model = torch.randn(shape).to(dtype)
@@ -116,7 +114,6 @@ class Model:
         return Namespace(**sizes, **shape, **how, untie_embeddings_and_output_weights=False, **more)
 
     def save(self, directory: Path, *, has_optimizer: bool = False, **more: Any) -> Path:
-        """Write all files."""
         for stage, ep, rank in itertools.product(range(self.pp), range(self.ep), range(self.tp)):
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
             folder = directory / (name + (f"_{ep:03d}" if self.ep > 1 else ""))
@@ -142,7 +139,6 @@ class Model:
         return directory
 
     def expected(self) -> dict[str, torch.Tensor]:
-        """The target's tensors."""
         found = {key: parameter.model for key, parameter in self.outer.items()}
         for name in self.kinds:
             if ".experts." not in name:

@@ -89,7 +89,6 @@ def cached_pages(path: Path) -> int:
 
 
 def drop_cached(path: Path) -> None:
-    """Drop a file's pages from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

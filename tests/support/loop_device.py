@@ -44,7 +44,6 @@ class LoopDevice:
         self._options = options
 
     def mount(self) -> None:
-        """Raises `NoLoopDeviceError`."""
         _run(["mount", "-o", self._options, str(self._image), str(self.path)])
 
     def unmount(self) -> None:

@@ -137,7 +137,6 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same keys, dtypes, shapes and bits."""
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         other = found[key]

@@ -125,7 +125,6 @@ class Training:
         )
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `dist_checkpointing.load` returned."""
         self.model[0].module.load_state_dict(state_dict["model"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.step = state_dict["iteration"]
@@ -278,7 +277,6 @@ def _layer_wise_optimizer(config: Any, model: list[Any]) -> Any:
 
 
 def megatron_version() -> tuple[int, int]:
-    """Major and minor version of the megatron-core that is imported."""
     version = import_module("megatron.core.package_info")
     return version.MAJOR, version.MINOR
 

@@ -13,7 +13,6 @@ from tests.support.fuse_memory import FuseMount, Variant, write_tree
 
 
 def sync(*paths: Path) -> None:
-    """Make files and directories durable."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)

@@ -71,7 +71,6 @@ def _without_arguments(text: str) -> str:
 
 
 def _functions(text: str, names: tuple[str, ...]) -> str:
-    """The source of these functions of a module, decorators included."""
     found = []
     for name in names:
         match = re.search(rf"^(?:@[^\n]*\n)*def {name}\(.*?(?=^\S)", text, flags=re.DOTALL | re.MULTILINE)

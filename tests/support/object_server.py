@@ -84,7 +84,6 @@ def running(command: Sequence[str], make_bucket: Callable[[], object]) -> Iterat
 
 @contextlib.contextmanager
 def moto_server(bucket: str) -> Iterator[str]:
-    """moto's S3, with one bucket."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with running(
@@ -140,7 +139,6 @@ class ObjectDirectory:
 
     @property
     def url(self) -> str:
-        """Of the directory."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
     def _request(self, method: str, target: str, body: bytes | None = None) -> bytes:
@@ -157,25 +155,19 @@ class ObjectDirectory:
         raise NotImplementedError
 
     def put(self, name: str, content: bytes) -> None:
-        """Make an object."""
         self._request("PUT", self._target(name), content)
 
     def get(self, name: str) -> bytes:
-        """The content of an object."""
         return self._request("GET", self._target(name))
 
     def delete(self, name: str) -> None:
-        """Delete an object."""
         self._request("DELETE", self._target(name))
 
     def names(self) -> list[str]:
-        """Of all objects below the prefix."""
         raise NotImplementedError
 
 
 class S3Directory(ObjectDirectory):
-    """In S3."""
-
     scheme, variable = "s3", "AWS_ENDPOINT_URL"
 
     def _headers(self, method: str, url: str, body: bytes | None) -> dict[str, str]:
@@ -185,11 +177,9 @@ class S3Directory(ObjectDirectory):
         return f"/{self.bucket}/{self.prefix}/{name}"
 
     def make_bucket(self) -> None:
-        """Make the bucket."""
         self._request("PUT", f"/{self.bucket}")
 
     def names(self) -> list[str]:
-        """Of all objects below the prefix."""
         listed = self._request("GET", f"/{self.bucket}?list-type=2&prefix={self.prefix}%2F").decode()
         return sorted(key.removeprefix(f"{self.prefix}/") for key in re.findall("<Key>(.*?)</Key>", listed))
 
@@ -209,12 +199,10 @@ class Request:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes something."""
         return self.method != "GET" and self.method != "HEAD"
 
     @property
     def of_google(self) -> bool:
-        """Whether it is in the terms of Google's JSON API."""
         return self.path.startswith(("/storage/v1/", "/upload/storage/v1/", "/download/storage/v1/"))
 
     @property
@@ -244,7 +232,6 @@ class Request:
 
     @property
     def reads(self) -> bool:
-        """Whether it asks for the content of an object."""
         return self.method == "GET" and ("alt=media" in self.query if self.of_google else not self.query)
 
     @property
@@ -319,7 +306,6 @@ class Proxy:
         self._server.server_close()
 
     def changes(self) -> list[Request]:
-        """The requests so far that change something."""
         return [request for request in self.requests if request.changes]
 
     def _handle(self, handler: BaseHTTPRequestHandler) -> None:

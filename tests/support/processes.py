@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -33,11 +34,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def until(holds: Callable[[], object], what: str = "it has not happened", within_s: float = 60.0) -> None:
+def until(
+    holds: Callable[[], object], what: str | Callable[[], str] = "it has not happened", within_s: float = 60.0
+) -> None:
     """Wait for something. Raises `AssertionError`: `what` is so after so long."""
     until_s = time.monotonic() + within_s
     while not holds():
-        assert time.monotonic() < until_s, what
+        assert time.monotonic() < until_s, what if isinstance(what, str) else what()
         time.sleep(0.01)
 
 
@@ -82,7 +85,7 @@ def in_child(function: Callable[..., Any], *args: Any, deadline_s: float = 120.0
             chunks.append(chunk)
         else:
             os.kill(pid, signal.SIGKILL)
-            chunks.append(f"{function.__name__} still ran after {deadline_s:.0f} s".encode())
+            chunks.append(f"{function} still ran after {deadline_s:.0f} s".encode())
     finally:
         os.close(read_end)
         _, status = os.waitpid(pid, 0)
@@ -90,6 +93,16 @@ def in_child(function: Callable[..., Any], *args: Any, deadline_s: float = 120.0
     if status:
         raise AssertionError(text or f"the child ended with status {status}")
     return text
+
+
+def forked(test: Callable[..., object]) -> Callable[..., None]:
+    """A test that runs in a child, with its fixtures."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        in_child(functools.partial(test, **fixtures))
+
+    return run
 
 
 def fork(work: Callable[[], object]) -> int:

@@ -29,8 +29,6 @@ class Scheduler:
 
 
 class Job:
-    """A job of two ranks as Megatron-LM's, that was trained, saved, and is resumed."""
-
     def __init__(self, shape: ModelShape, parallel: Parallel, seed: int, ours: bool = True, **flags: Any) -> None:
         import mcore_ckpt
 

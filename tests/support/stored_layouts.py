@@ -32,7 +32,6 @@ class StoredTensor(NamedTuple):
 
 
 def stock_item(value: Any) -> bytes:
-    """What `torch.save` makes of a tensor or object."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

@@ -21,7 +21,6 @@ def state(value: float = 1.0, rows: int = 600) -> dict[str, Any]:
 
 
 def save(url: str | Path, value: float = 1.0, rows: int = 600, **options: Any) -> None:
-    """Save that state."""
     writer = FileSystemWriterAsync(url, options=SaveOptions(**options))
     dcp.save(state(value, rows), storage_writer=writer, no_dist=True)
 

@@ -60,7 +60,6 @@ class SmallBuffer:
         self.memory[:] = whole[: len(self.memory)]
 
     def close(self) -> None:
-        """Give the memory back."""
         self.memory.close()
         os.close(self.fd)
 

@@ -98,7 +98,6 @@ def launch(place: Path, side: str, world_size: int, selected: list[str]) -> Verd
 
 
 def _wait(ranks: subprocess.Popen[bytes], shared: Path) -> bool:
-    """Wait for all ranks; True if they have to be stopped."""
     newest_s, sizes = time.monotonic(), dict[Path, int]()
     while ranks.poll() is None:
         time.sleep(0.5)

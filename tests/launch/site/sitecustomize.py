@@ -7,7 +7,6 @@ Environment:
     LAUNCH_RECORD: folder for `rank<N>.jsonl`, one line for each event; no recording where it is not set.
     LAUNCH_KILL: `rank:event:iteration`; that rank ends itself by SIGKILL when it has recorded this event.
     LAUNCH_LOGITS: folder with `tokens.pt`; instead of training, what the model makes of them is put in `logits.pt`.
-    LAUNCH_FAULT: set to `masters`, rank 1 does what `_keeps_masters` says, which Megatron once did wrong after a load.
 """
 
 from __future__ import annotations
@@ -243,34 +242,10 @@ def _tables_on_cpu(module: Any) -> None:
     module.YarnRotaryEmbedding.__init__ = make_here
 
 
-def _offloads(module: Any) -> None:
-    """To the optimizer that is offloaded all parameters are on a GPU: it copies them to the host."""
-    import torch
-
-    divide = module.HybridDeviceOptimizer._get_sub_optimizer_param_groups
-
-    def divide_as_on_gpu(self: Any, offload_fraction: float) -> Any:
-        given = {id(one) for group in self.param_groups for one in group["params"]}
-        torch.Tensor.is_cuda = property(lambda tensor: id(tensor) in given)  # type: ignore[assignment,misc]
-        try:
-            return divide(self, offload_fraction)
-        finally:
-            del torch.Tensor.is_cuda
-
-    module.HybridDeviceOptimizer._get_sub_optimizer_param_groups = divide_as_on_gpu
-
-
-def _keeps_masters(module: Any) -> None:
-    """The optimizer that is offloaded does not take its FP32 masters from what it has loaded."""
-    _offloads(module)
-    module.HybridDeviceOptimizer._update_fp32_params_by_new_state = lambda self: None
-
-
 _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.datasets.utils": _without_build,
     "megatron.legacy.fused_kernels": _without_build,
     "megatron.core.transformer.moe.moe_utils": _without_engine,
-    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _offloads,
     "megatron.core.transformer.moe.token_dispatcher": _splits_are_numbers,
     "megatron.core.transformer.torch_norm": _norms_of_sequences,
     "megatron.core.transformer.dot_product_attention": _latent_core,
@@ -281,9 +256,6 @@ _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.dist_checkpointing.strategies.torch": _record_strategies,
     "mcore_ckpt.megatron.strategy": _record_strategies,
 }
-
-if os.environ.get("LAUNCH_FAULT") == "masters" and os.environ.get("RANK") == "1":
-    _AFTER_IMPORT["megatron.core.optimizer.cpu_offloading.hybrid_optimizer"] = _keeps_masters
 
 
 class _AroundImport(MetaPathFinder):
