@@ -75,12 +75,14 @@ test-bridge: $(INSTALLED)  ## the real Megatron-Bridge 0.6.2 on two ranks; with 
 	    --platform manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0
 	MEGATRON_BRIDGE_PATH=$(CURDIR)/build/bridge $(BIN)/python -m pytest -m '' $(ARGS) tests/launch/test_bridge.py
 
-FRAMEWORKS := verl ms-swift torchtitan skyrl nvrx
+FRAMEWORKS := verl ms-swift torchtitan skyrl nvrx areal
 PIP_ARGS_nvrx := --only-binary ':all:' --platform manylinux_2_39_x86_64
 
-test-frameworks: $(FRAMEWORKS:%=$(VENV)/frameworks/%/installed.stamp)  ## the checkpoint code of verl, ms-swift and torchtitan, with VENV=.venv312 PYTHON=python3.12 SkyRL's, too, on two ranks: 25 minutes
+test-frameworks: $(FRAMEWORKS:%=$(VENV)/frameworks/%/installed.stamp)  ## the checkpoint code of verl, ms-swift and torchtitan, with VENV=.venv312 PYTHON=python3.12 those of SkyRL and AReaL, too, on two ranks: 25 minutes
 	FRAMEWORKS_PATH=$(abspath $(VENV)/frameworks) $(BIN)/python -m pytest -m frameworks $(ARGS) tests/frameworks
 
+# (AReaL brings the Megatron-Core that it asks for.)
+$(VENV)/frameworks/areal/installed.stamp: export PIP_CONSTRAINT :=
 $(VENV)/frameworks/%/installed.stamp: tests/frameworks/%.txt $(INSTALLED)
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --no-deps $(PIP_ARGS_$*) --target $(@D) -r $<

@@ -36,6 +36,7 @@ class Framework:
         fields: further ones of all jobs.
         after_kill: further ones of the job that resumes when an asynchronous save was killed.
         certificates: with how many a load ends.
+        brings_megatron: its first folder has the Megatron-Core that it asks for.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Framework:
     fields: Mapping[Side, tuple[str, ...]] = field(default_factory=dict, hash=False)
     after_kill: tuple[str, ...] = ()
     certificates: int = 1
+    brings_megatron: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -71,6 +73,7 @@ class Framework:
             place,
             {
                 "FRAMEWORK_PATH": ":".join(map(str, folders)),
+                **({"MEGATRON_LM_PATH": str(folders[0])} if self.brings_megatron else {}),
                 "PYTORCH_JIT": "0",  # which compiles no function of a module that poses as CUDA's
                 "MCORE_CKPT_CERTIFY": "raise",
                 **(environment or {}),
@@ -120,7 +123,8 @@ SKYRL = Framework(
     fields=_of_both("dropout=0"),  # it saves no states of the generators of parallel ranks
     after_kill=("resume=2",),  # its tracker file names a save that was scheduled
 )
-FRAMEWORKS = (VERL, SWIFT, LORA, TITAN, *((SKYRL,) if _HAS_312 else ()))  # the least that SkyRL takes
+AREAL = Framework("areal", _of_both("areal"), ("step_{}",), killed_at="step_4", certificates=0, brings_megatron=True)
+FRAMEWORKS = (VERL, SWIFT, LORA, TITAN, *((SKYRL, AREAL) if _HAS_312 else ()))  # the least that these two take
 
 
 def _begun_at(job: Launched) -> int:

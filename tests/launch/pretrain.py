@@ -103,7 +103,8 @@ def launch(
     else:
         command += [str((tree or megatron_lm()) / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
     # Not the checkout: that is found because the script lies in it, with ours as without.
-    path = [str(SITE), *os.environ.get("MEGATRON_LM_PATH", "").split(":"), str(ROOT)]
+    megatron = {**os.environ, **(environment or {})}.get("MEGATRON_LM_PATH", "")
+    path = [str(SITE), *megatron.split(":"), str(ROOT)]
     variables = {
         **os.environ,
         "PYTHONPATH": ":".join(part for part in path if part),
