@@ -232,24 +232,6 @@ def test_others_stop_when_a_rank_fails() -> None:
     assert found == [("could not step: rank 1 of 3: ValueError: no such step", 1)] * 3
 
 
-def meets_twice(rank: int, port: int) -> int:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with team_of_launcher():
-        store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        time.sleep(1)  # so long its first process takes to end
-    del store
-    with team_of_launcher() as team:
-        return team.size
-
-
-def test_commands_of_a_script_meet_one_after_the_other_at_one_port() -> None:
-    assert run_ranks(meets_twice, 2, free_port()) == [2, 2]
-
-
 @pytest.mark.parametrize("count", range(1, 6))
 @pytest.mark.parametrize(
     "sizes", [[], [5], [0, 0, 0], [1, 1, 1, 1], [9, 1, 1, 1], [1, 1, 1, 9], [0, 3, 0, 3, 0]], ids=str

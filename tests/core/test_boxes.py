@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.core.boxes import Box, covers, intersect, runs
+from mcore_ckpt.core.boxes import Box, covers
 from tests.support.stored_layouts import boxes_in, tilings
 
 pytestmark = pytest.mark.quick
@@ -37,42 +36,9 @@ def test_boxes_made_to_be_costly_are_refused_in_bounded_time() -> None:
 
 # --- against numpy
 
-SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
-
 
 def index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-
-
-@given(SHAPES, st.data())
-def test_intersection_is_what_both_contain(shape: tuple[int, ...], data: st.DataObject) -> None:
-    a, b = data.draw(boxes_in(shape, empty=True)), data.draw(boxes_in(shape, empty=True))
-    in_both = np.zeros(shape, dtype=np.int8)
-    in_both[index(a)] += 1
-    in_both[index(b)] += 1
-    shared = intersect(a, b)
-    assert shared == intersect(b, a)
-    expected = np.zeros(shape, dtype=bool)
-    if shared is not None:
-        assert all(shared.sizes)
-        expected[index(shared)] = True
-    assert np.array_equal(in_both == 2, expected)
-
-
-@given(SHAPES, st.sampled_from([1, 2, 4, 8, 16]), st.data())
-def test_runs_are_the_bytes_of_the_box_in_order(shape: tuple[int, ...], elem_bytes: int, data: st.DataObject) -> None:
-    box = data.draw(boxes_in(shape, empty=True))
-    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)[index(box)].ravel()
-    expected = [byte for number in numbers for byte in range(number * elem_bytes, (number + 1) * elem_bytes)]
-    found = runs(shape, box, elem_bytes)
-    pieces = list(found)
-    assert [byte for start, nbytes in pieces for byte in range(start, start + nbytes)] == expected
-    assert len(pieces) == len(found)
-    assert found.payload_bytes == len(expected)
-    for (start, nbytes), (following, _) in itertools.pairwise(pieces):
-        assert start + nbytes < following, "two runs that touch should be one"
-    if expected:
-        assert found.first_byte == expected[0]
 
 
 TILINGS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 import zlib
@@ -10,46 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mcore_ckpt.core import crc as sums
-from mcore_ckpt.core.boxes import Box, Stretch, runs
 from mcore_ckpt.core.crc import crc32, crc32_combine
-from mcore_ckpt.core.fingerprints import TensorFingerprint, part_of, part_of_elements, part_of_run, state_of
+from mcore_ckpt.core.fingerprints import TensorFingerprint, state_of
 
 pytestmark = pytest.mark.quick
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
-
-
-@st.composite
-def divided(draw: st.DrawFn) -> tuple[tuple[int, ...], int, list[Box]]:
-    """A shape, the bytes of an element, and a grid of slices, in any order."""
-    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
-    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
-    cells = itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts))
-    boxes = [Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in cells]
-    return shape, draw(st.sampled_from([1, 2, 4, 8, 16])), draw(st.permutations(boxes))
-
-
-@given(divided(), st.integers(0, 2**32 - 1))
-def test_slices_in_any_order_add_up_to_the_crc32_of_the_tensor(
-    drawn: tuple[tuple[int, ...], int, list[Box]], seed: int
-) -> None:
-    shape, elem_bytes, boxes = drawn
-    whole = np.random.default_rng(seed).integers(0, 256, (*shape, elem_bytes), dtype=np.uint8)
-    total = 0
-    for box in boxes:
-        part = np.ascontiguousarray(whole[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))])
-        total ^= part_of(part.reshape(-1), shape, box, elem_bytes)
-        stretch = Stretch.of_chunk(shape, *box, elem_bytes)
-        from_run = part_of_run(zlib.crc32(part), stretch)
-        of = runs(shape, box, elem_bytes)
-        assert (from_run is None) == (of.run_bytes > 0 and len(of) > 1)
-        assert from_run in (None, part_of(part.reshape(-1), shape, box, elem_bytes))
-        assert part_of_elements(part.reshape(-1), stretch) == part_of(part.reshape(-1), shape, box, elem_bytes)
-    assert total == zlib.crc32(whole)
 
 
 def test_keys_dtypes_shapes_and_bytes_all_count() -> None:

@@ -25,39 +25,12 @@ def refuse_threads_from(number: int, reason: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-REASONS = ["can't start new thread", "can't create new thread at interpreter shutdown"]
-
-
-@pytest.mark.parametrize("started", [0, 1, 3])
-def test_tasks_are_done_in_order_by_the_threads_that_can_be_started(
-    started: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_threads_from(started, REASONS[started % 2], monkeypatch)
-    began: list[int] = []
-    released: list[int] = []
-    by: set[str] = set()
-
-    def work(number: int) -> int:
-        began.append(number)
-        by.add(threading.current_thread().name)
-        time.sleep(0.001)
-        return number * number
-
-    with Crew(3, "crew") as crew:
-        tasks = [crew.submit(partial(work, n), partial(released.append, n)) for n in range(20)]
-        assert [crew.result(task) for task in tasks] == [n * n for n in range(20)]
-        crew.submit(partial(work, 20), partial(released.append, 20))
-    assert began[0] == 0
-    assert sorted(began) == sorted(released) == list(range(21))
-    assert by == ({f"crew-{n}" for n in range(started)} or {threading.current_thread().name})
-
-
 @pytest.mark.parametrize("threads", [0, 2])
 def test_the_first_error_is_raised_and_what_had_not_begun_is_dropped(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not threads:
-        refuse_threads_from(0, REASONS[0], monkeypatch)
+        refuse_threads_from(0, "can't start new thread", monkeypatch)
     done: list[int] = []
     released: list[int] = []
 

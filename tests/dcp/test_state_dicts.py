@@ -130,7 +130,7 @@ class Making(dict[str, Any]):
             yield key, torch.full((4,), number)
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_dcp_saves_asynchronously_in_a_thread_and_in_a_process(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

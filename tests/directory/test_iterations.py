@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import list_run
-from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.directory import iterations
 from mcore_ckpt.directory.in_force import tracked_name
@@ -129,11 +128,3 @@ def test_checkpoints_of_other_programs_are_listed_and_one_checkpoint_is(tmp_path
     assert names_in(tmp_path / "run") == names_in(tmp_path / "run" / "iter_0000003") == ["iter_0000003"]
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoints in it.*; those in it that hold some: run$"):
         list_run(tmp_path)
-
-
-def test_what_a_conversion_has_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "tp4.partial").mkdir()
-    (tmp_path / "tp4.partial.journal").write_text("")
-    assert main(["list", str(tmp_path)]) == 0
-    first, _ = capsys.readouterr().out.splitlines()
-    assert first.startswith("tp4.partial: not complete: a conversion makes it")

@@ -6,7 +6,6 @@ Each of these crashed the process, filled the memory, hung, or changed what all 
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import pickle
 import resource
@@ -224,9 +223,7 @@ class TestToLookAt:
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = (GOLDEN / "dtensor-2.13.0" / ".metadata").read_bytes()
-MEGATRON = (GOLDEN / "megatron-0.15.3" / ".metadata").read_bytes()
 OURS = encode_metadata(read_index(GOLDEN / "dtensor-2.13.0"))
-NAMES = {SMALL: "stock", MEGATRON: "megatron", OURS: "ours"}
 
 
 def refused(content: bytes) -> LoadError:
@@ -239,23 +236,17 @@ def refused(content: bytes) -> LoadError:
 
 
 class TestDamaged:
-    @pytest.mark.parametrize("content", [SMALL, OURS], ids=["stock", "ours"])
-    def test_truncated_anywhere(self, content: bytes) -> None:
-        for length in range(len(content)):
-            refused(content[:length])
+    """Without a seal; `test_seal.py` has one that is sealed."""
 
-    @pytest.mark.parametrize(
-        ("content", "mask"),
-        [
-            *itertools.product([SMALL, OURS], [0x01, 0xFF]),
-            pytest.param(MEGATRON, 0x80, marks=pytest.mark.long),
-        ],
-        ids=lambda value: NAMES[value] if isinstance(value, bytes) else hex(value),
-    )
-    def test_any_byte_changed(self, content: bytes, mask: int) -> None:
+    def test_truncated_anywhere(self) -> None:
+        for length in range(len(SMALL)):
+            refused(SMALL[:length])
+
+    @pytest.mark.parametrize("mask", [0x01, 0xFF])
+    def test_any_byte_changed(self, mask: int) -> None:
         """What is still accepted is a well-formed index: nothing else than our own errors ever comes out."""
-        damaged = bytearray(content)
-        for position in range(len(content)):
+        damaged = bytearray(SMALL)
+        for position in range(len(SMALL)):
             damaged[position] ^= mask
             try:
                 index = parse_index(bytes(damaged), "/ckpt")

@@ -148,16 +148,6 @@ def test_sparse_files_around_four_gibibytes(tmp_path: Path, payload_bytes: int) 
 # --------------------------------------------------------------------------------------------------- others' items
 
 
-@pytest.mark.parametrize("dtype", OF_THIS_TORCH)
-def test_items_of_torch_are_located(dtype: str) -> None:
-    for shape in SHAPES:
-        item = saved(tensor_of(dtype, shape))
-        located = locate_both_ways(item)
-        assert (located.dtype, located.shape) == (dtype, shape)
-        assert located.crc32 == crc32(payload_of(dtype, shape))
-        assert content_of(item) == payload_of(dtype, shape)
-
-
 @pytest.mark.parametrize(
     ("item", "expected"),
     [

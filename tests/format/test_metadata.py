@@ -193,7 +193,6 @@ GOLDEN = Path(__file__).parent / "golden"
 ALL = sorted(path.name for path in GOLDEN.iterdir())
 MEGATRON = [name for name in ALL if name.startswith("megatron")]
 THROUGH_MEGATRON = [*MEGATRON, *(name for name in ALL if name.startswith("ours"))]
-FLATTENED = [name for name in MEGATRON if name < "megatron-0.16"]
 
 
 def item_bytes(name: str, item: StoredItem) -> bytes:
@@ -227,14 +226,6 @@ def test_index_and_items_are_what_was_saved(name: str) -> None:
         assert config is not None
         assert (config.backend, config.version) == ("torch_dist", 1)
         assert all(parse_object_key(fqn) for fqn in index.objects)
-
-
-@pytest.mark.parametrize("name", FLATTENED)
-def test_flattened_tensors_keep_their_first_shape(name: str) -> None:
-    index = read_index(GOLDEN / name)
-    shapes = {fqn: kept for fqn, kept in index.mcore_data.items() if kept}
-    assert shapes == {"optimizer.exp_avg.weight": {"nd_reformulated_orig_global_shape": (6, 10)}}
-    assert index.tensors["optimizer.exp_avg.weight"].shape == (1, 1, 60)
 
 
 @pytest.mark.parametrize("name", THROUGH_MEGATRON)

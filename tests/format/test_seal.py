@@ -128,16 +128,6 @@ def test_every_bit_of_a_file_seal_is_noticed() -> None:
             checked(bytes(damaged), expected)
 
 
-@pytest.mark.parametrize(
-    ("save_id", "size", "crc"), [(bytes(16), 0, 0), (SAVE_ID, 0, 1), (SAVE_ID, -1, 0), (SAVE_ID, 1, 0)]
-)
-def test_another_file_is_refused(save_id: bytes, size: int, crc: int) -> None:
-    content, table_crc = sealed(TABLE)
-    footer, _ = read_back(content)
-    with pytest.raises(CorruptCheckpointError, match="the file"):
-        check_footer(footer, 10**6 + size, ManifestFile(10**6, table_crc ^ crc, save_id), "the file")
-
-
 # ------------------------------------------------------------------------------------------------------- metadata seal
 
 uint32 = st.integers(0, 2**32 - 1)

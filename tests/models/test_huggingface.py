@@ -26,7 +26,6 @@ from mcore_ckpt.models import _foreign
 from mcore_ckpt.models._families import family_named
 from mcore_ckpt.models._table import Naming, relate
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
-from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -180,14 +179,6 @@ def test_the_same_model_comes_back(model: Path, checkpoint: Path, tmp_path: Path
     assert [line[: len(text)] for line, text in zip(report.left_out, left[: 2 * config], strict=True)] == left[
         : 2 * config
     ]
-
-
-def test_layers_with_numbers_and_other_layouts(model: Path, tmp_path: Path) -> None:
-    import_checkpoint(model, tmp_path / "n", kind="hf", tp=4, numbered_layers=True)
-    keys = read_index(tmp_path / "n").tensors
-    assert "decoder.layers.1.mlp.linear_fc1.weight" in keys
-    reshard_checkpoint(tmp_path / "n", tmp_path / "r", tp=1, pp=2)
-    assert_same(exported(tmp_path / "r", tmp_path / "e"), model_tensors())
 
 
 def test_parts_of_several_dtypes_become_one_by_dtype(tmp_path: Path) -> None:

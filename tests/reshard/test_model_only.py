@@ -22,7 +22,7 @@ from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError
 from mcore_ckpt.directory.commit import CLAIM, YOUNG_S, Commit
 from mcore_ckpt.directory.in_force import DrainNote, index_files
 from mcore_ckpt.directory.iterations import look_at
-from mcore_ckpt.directory.retention import NOT_COPIED, PruneReport, prune_run
+from mcore_ckpt.directory.retention import NOT_COPIED, prune_run
 from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, TRACKER_FILE, parse_index, read_index
@@ -42,12 +42,9 @@ from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, bu
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import exit_code, fork
 from tests.support.stored_layouts import stock_item
+from tests.tools.test_retention import name_of, why
 
 ITERATIONS = (100, 200, 300)
-
-
-def name_of(iteration: int) -> str:
-    return f"iter_{iteration:07d}"
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +66,6 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
 def model_only(run: str | Path) -> list[int]:
     found = [name for name in storage_at(run).folders() if look_at(Path(run) / name)[0].removed]
     return sorted(int(name.removeprefix("iter_")) for name in found)
-
-
-def why(report: PruneReport, iteration: int) -> str:
-    return next(decision.reason for decision in report.decisions if decision.checkpoint.iteration == iteration)
 
 
 def test_the_model_stays_bit_for_bit_and_each_command_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ import torch
 from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.reshard.partition import Partitioner, divide
+from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
@@ -180,27 +180,6 @@ def load(
     return found
 
 
-def shards_of_mamba(rank: int, tensor: int) -> list[Shard]:
-    """A Mamba mixer with Megatron's own linear layers; the package of its kernels is replaced by a norm and names."""
-    megatron = _start(tensor_model_parallel_size=tensor)
-    for name in ("triton", "triton.language"):  # kernels are defined when the mixer is imported, and never called
-        sys.modules.setdefault(name, MagicMock())
-    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-    if not hasattr(mamba_mixer, "HAVE_MAMBA_SSM"):
-        return []
-    mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True  # for the forward pass, which nobody calls
-    mixer = mamba_mixer.MambaMixer(
-        megatron.config(mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=4),
-        mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
-        HIDDEN,
-        layer_number=1,
-        pg_collection=megatron.groups(),
-    )
-    return _shards(mixer.sharded_state_dict("decoder.layers.0.mixer."))
-
-
 def shards_of_experts(rank: int, tensor: int, expert: int, expert_tensor: int) -> list[Shard]:
     """A layer of experts, grouped and one by one, divided among experts' own tensor parallel ranks."""
     megatron = _start(
@@ -320,24 +299,6 @@ def in_one_piece(shards: list[Shard]) -> CheckpointIndex:
         for shard in shards
     }
     return CheckpointIndex("source", entries, {})
-
-
-def test_mamba() -> None:
-    per_rank = run_ranks(shards_of_mamba, 2, 2, deadline_s=200)
-    shards = [shard for found in per_rank for shard in found]
-    if not shards:
-        pytest.skip("this megatron-core has no Mamba mixer of that form")
-    index = in_one_piece(shards)
-    assert {key.partition("mixer.")[2] for key in index.tensors} >= {
-        *(f"in_proj.weight.{part}" for part in ("z", "x", "B", "C", "dt")),
-        *(f"conv1d.weight.{part}" for part in ("x", "B", "C")),
-        *("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight"),
-    }
-    partitioner = Partitioner(index)
-    for shard in shards:
-        boxes = divide(shard.key, shard.shape, partitioner.decide(shard.key), 2)
-        assert shard.box in boxes, shard
-    assert any(shard.box.sizes != shard.shape for shard in shards)
 
 
 _TP = "tensor_model_parallel_size"

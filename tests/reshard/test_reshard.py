@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, Option
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import encode_config, read_index
-from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.reshard import conversion, plan
 from mcore_ckpt.reshard.options import PartitionRule, parse_partition_rules
@@ -502,44 +500,6 @@ def test_no_link_or_pipe_beside_the_data_is_followed(checkpoint: Path, tmp_path:
     with pytest.raises(CorruptCheckpointError, match=r"extra/a: expected a regular file .*\(cp -rL"):
         reshard_checkpoint(linked, tmp_path / "t", tp=1, pp=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linked", "outside"]
-
-
-@pytest.fixture(scope="module")
-def fingerprinted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In columns, with fingerprints, which the sums of columns alone do not tell."""
-    directory = tmp_path_factory.mktemp("fingerprinted")
-    reshard_checkpoint(checkpoint, directory / "one", tp=1, pp=1)
-    reshard_checkpoint(directory / "one", directory / "two", tp=2, pp=1)
-    assert read_index(directory / "two").fingerprints.keys() == model_tensors().keys()
-    return directory / "two"
-
-
-class TestChunksInEachOthersPlace:
-    """Every checksum holds, and so does the layout; only the fingerprints that were stored tell."""
-
-    COLUMNS = "decoder.layers.1.mlp.linear_fc2.weight"
-    ROWS = "decoder.layers.1.self_attention.linear_qkv.weight"
-
-    def swapped(self, fingerprinted: Path, path: Path, key: str) -> Path:
-        shutil.copytree(fingerprinted, path)
-        index = read_index(path)
-        entry = index.tensors[key]
-        first, second = entry.chunks
-        chunks = (first._replace(item=second.item), second._replace(item=first.item))
-        tensors = {**index.tensors, key: entry._replace(chunks=chunks)}
-        changed = replace(index, tensors=tensors).with_fingerprints(index.fingerprints)
-        (path / ".metadata").write_bytes(encode_metadata(changed))
-        return path
-
-    @pytest.mark.parametrize(("key", "tp"), [(ROWS, 4), (COLUMNS, 1)])
-    def test_are_refused(self, key: str, tp: int, fingerprinted: Path, tmp_path: Path) -> None:
-        damaged = self.swapped(fingerprinted, tmp_path / "s", key)
-        with pytest.raises(ChecksumError, match=f"{key}: what was written has the fingerprint"):
-            reshard_checkpoint(damaged, tmp_path / "t", tp=tp, pp=1)
-        assert not (tmp_path / "t").exists()
-        report = reshard_checkpoint(fingerprinted, tmp_path / "t", tp=tp, pp=1)
-        assert report.verified
-        assert read_index(tmp_path / "t").fingerprints == read_index(fingerprinted).fingerprints
 
 
 # --- HybridModel

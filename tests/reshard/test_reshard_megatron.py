@@ -56,7 +56,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("chosen", ["gated", pytest.param("", marks=pytest.mark.long, id="others")])
+@pytest.mark.long
+@pytest.mark.parametrize("chosen", ["gated", pytest.param("", id="others")])
 def test_stock_megatron_loads_what_was_resharded(tmp_path: Path, chosen: str) -> None:
     cases = {case.name: case for found in CASES.values() for case in found}
     cases = {name: case for name, case in cases.items() if (name == chosen) is bool(chosen)}

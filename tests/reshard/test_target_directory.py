@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.image.layout import WrittenFile
 from mcore_ckpt.reshard.target_directory import FileJournal, begun_work, refuse_target, target_folder
 
@@ -125,21 +125,6 @@ def test_a_folder_that_is_not_the_runs_own_does_not_appear(tmp_path: Path) -> No
     with pytest.raises(SaveError, match="another run has replaced"):
         be_replaced()
     assert not (tmp_path / "t").exists()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SaveError("the disk is full"), CorruptCheckpointError("bad")])
-def test_what_is_done_stays_if_it_can_be_resumed(tmp_path: Path, error: BaseException) -> None:
-    def end_early() -> None:
-        with target_folder(tmp_path / "t", WORK) as made:
-            (made.folder / "half").write_bytes(b"half")
-            made.journal.record([WRITTEN], [("key", 0, 8)])
-            raise error
-
-    with pytest.raises(type(error)):
-        end_early()
-    resumed = not isinstance(error, CorruptCheckpointError)  # what is of a damaged source is of no use
-    assert names(tmp_path) == (["t.partial", "t.partial.journal"] if resumed else [])
-    assert make(tmp_path / "t") == (["half"] if resumed else [])
 
 
 @pytest.mark.parametrize("kind", ["directory", "file"])

@@ -260,16 +260,6 @@ def test_nothing_goes_before_it_is_in_the_second_tier(
     assert all(verify_checkpoint(f"{far}/{name}").whole for name in all_of_them)
 
 
-def test_plain_dcp_is_drained_too(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    writer = FileSystemWriterAsync(near / NAME, options=options(str(far)))
-    dcp.save({"w": torch.ones(10)}, storage_writer=writer, no_dist=True)
-    upkeep._finish()  # does not wait for a tracker file any more, which there is none of
-    assert verify_checkpoint(far / NAME).whole
-    with pytest.raises(OptionError, match="the checkpoint is saved there already"):
-        FileSystemWriterAsync(near / NAME, options=options(f"{near}/"))
-
-
 def test_where_files_are_lost_the_tier_that_has_them_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mcore_ckpt
+from mcore_ckpt.save.planner import lay_out_rank
 from tests.support.gloo_ranks import made, run_megatron_ranks
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -112,3 +113,10 @@ def _save_with_threads(rank: int, directory: Path, counts: list[int]) -> list[in
 
 def test_another_number_of_files_is_laid_out_again(tmp_path: Path) -> None:
     assert run_megatron_ranks(_save_with_threads, 1, tmp_path, [1, 3, 3]) == [[1, 3, 3]]
+
+
+def test_objects_that_outgrow_their_region_ask_for_a_new_layout() -> None:
+    layout = lay_out_rank([], ["x/shard_0_1"], [100], rank=0, thread_count=2)
+    assert layout.has_room(["x/shard_0_1"], [4000])
+    assert not layout.has_room(["x/shard_0_1"], [5000])
+    assert not lay_out_rank([], [], [], rank=0, thread_count=2).has_room(["x"], [1])

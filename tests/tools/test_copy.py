@@ -319,13 +319,6 @@ def test_what_lies_next_to_the_checkpoints_of_a_run_is_named(
     assert copy_checkpoint(run / "iter_0000001", tmp_path / "one").left_out == ()
 
 
-def test_another_checkpoint_is_not_replaced(saved: Path, tmp_path: Path) -> None:
-    save(tmp_path / "other", 2.0)
-    with pytest.raises(CheckpointExistsError, match="there is another checkpoint already"):
-        copy_checkpoint(saved, tmp_path / "other")
-    assert loaded(tmp_path / "other") == 2.0
-
-
 def test_another_checkpoint_with_the_same_index_is_not_replaced(tmp_path: Path) -> None:
     """Megatron-Core's index has no id of a save: those of two saves can have the same bytes."""
     for seed in (1, 2):

@@ -181,14 +181,8 @@ class TestValuesOfTheCommonState:
     @pytest.mark.parametrize(
         ("a", "b"),
         [
-            (torch.tensor([65536.0]), torch.tensor([1.0])),
-            (torch.tensor([0.0]), torch.tensor([-0.0])),
-            (torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(3, 2).t()),
             (torch.ones(2), torch.ones(2, dtype=torch.int32)),
-            (torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))),
-            (np.arange(4), np.arange(4) * 7),
             ({1: "A"}, {True: "A"}),
-            (1, 1.0),
         ],
         ids=lambda value: type(value).__name__,
     )
@@ -201,8 +195,6 @@ class TestValuesOfTheCommonState:
         ("a", "b"),
         [
             (torch.arange(10.0)[2:5], torch.arange(2.0, 5.0)),
-            (torch.tensor(float("nan")), torch.tensor(float("nan"))),
-            ({"x": 1, 2: "y"}, {2: "y", "x": 1}),
             ({"b", "a", "c"}, {"c", "a", "b"}),
             (torch.zeros(1).expand(10**9), torch.zeros(1).expand(10**9)),
         ],
