@@ -156,6 +156,8 @@ def files_of(directory: Path) -> CheckpointFiles:
     others = _others(directory, data)
     in_folders = (name for name in others if "/" in name)  # which may hold checkpoints of their own
     judged.add((*data, *in_folders, *([] if common is None else [common])))
+    if common is not None and not storage.exists(common):  # it has just got its other name, or is another save's
+        return files_of(directory)
     return CheckpointFiles(metadata, judged, index, data, others, common)
 
 
