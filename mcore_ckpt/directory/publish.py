@@ -1,8 +1,12 @@
-"""The directory of a save: begun, then published, or given up again.
+"""The directory of a save, on the coordinator, in the order of its steps:
 
-`open_target` (or, ahead of it, `reserve`) begins the save's `Commit`. When the ranks have written and synced their data
-files, the coordinator looks for every one (`check_files`), and `publish` has `.metadata` replaced, if no other save has
-been published meanwhile. `metadata.json` is put next to it: never over that of another save.
+1. `open_target` begins the save's `Commit`; so does `reserve`, ahead of it, where a common state is a file.
+2. The ranks write and sync their data files.
+3. `check_files` looks for every one of them.
+4. `publish` replaces `.metadata`, if no other save has been published meanwhile.
+5. `write_config` puts `metadata.json` next to it: never over that of another save.
+
+A save that fails removes its data files (`discard`) and gives the directory up (`Commit.give_up`, or `give_back`).
 
 Tensors are removed from a checkpoint as a save is published, in the place of the index that was read.
 """

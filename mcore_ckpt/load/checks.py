@@ -37,6 +37,7 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.ranges import WINDOW_BYTES, Extent, ReadPolicy, Span, coalesce
 from mcore_ckpt.load.records import (
     OpenFiles,
+    check_kind,
     check_located,
     check_proportion,
     check_records,
@@ -423,11 +424,8 @@ def check_item(
         from mcore_ckpt.format.state_file import read_tensor_outline
 
         outline = read_tensor_outline(read, length, where)
-        if outline is not None and (outline.dtype, outline.shape) != (dtype, sizes):
-            raise CorruptCheckpointError(
-                f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "
-                f"{list(outline.shape)}; index and data file do not belong together"
-            ) from None
+        if outline is not None:
+            check_kind(outline.dtype, outline.shape, (dtype, sizes))
     return checked
 
 

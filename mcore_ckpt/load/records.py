@@ -314,15 +314,20 @@ def check_apart(index: CheckpointIndex) -> None:
 _MAX_ZSTD_INFLATION = 2**15
 
 
+def check_kind(dtype: str, shape: Sequence[int], expected: tuple[str, Sequence[int]]) -> None:
+    """Raise `CorruptCheckpointError` unless a stored tensor has the dtype and shape that the index says."""
+    if (dtype, tuple(shape)) != (expected[0], tuple(expected[1])):
+        raise CorruptCheckpointError(
+            f"the index says {expected[0]} of shape {list(expected[1])}, stored is {dtype} of shape {list(shape)};"
+            " index and data file do not belong together"
+        )
+
+
 def check_located(
     located: LocatedTensor, dtype: str, sizes: Sequence[int], payload_bytes: int, crc: int | None = None
 ) -> None:
     """Raise `CorruptCheckpointError` unless an item holds the tensor, and its CRC-32 if known, that the index says."""
-    if located.shape != sizes or located.dtype != dtype:
-        raise CorruptCheckpointError(
-            f"the index says {dtype} of shape {list(sizes)}, stored is {located.dtype} of shape {list(located.shape)};"
-            " index and data file do not belong together"
-        )
+    check_kind(located.dtype, located.shape, (dtype, sizes))
     if located.payload_bytes != payload_bytes:
         raise CorruptCheckpointError(f"expected {payload_bytes} bytes of elements, got {located.payload_bytes}")
     if crc is not None and located.crc32 is not None and located.crc32 != crc:

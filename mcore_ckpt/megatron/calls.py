@@ -70,11 +70,7 @@ class MegatronSave:
     mains_are_saved: bool = False  # a wrapper has chosen others to save its group's main replicas, each once
     distribution: Any = None  # the answer to Megatron's wrapper, by which rank each shard is saved; None: it finds out
     late_error: Exception | None = None  # of `metadata.json`, by the first rank; it is raised on all ranks afterwards
-    _has_come: bool = False
-
-    def come(self) -> None:
-        """This rank comes to an exchange of all ranks, in which they are told what fails on one."""
-        self._has_come = True
+    has_come: bool = False  # to an exchange of all ranks, in which they are told what fails on one
 
     @contextmanager
     def within(self, group: RankGroup) -> Iterator[None]:
@@ -84,20 +80,17 @@ class MegatronSave:
             yield
         except BaseException as error:
             if self.is_validated and group.size < (everyone := coordination_group()).size:
-                self._give_up([everyone], error)
+                everyone.tell_failure("save", error, wrap=SaveError)
             raise
 
     def tell(self, error: BaseException) -> None:
         """Tell the others, in the exchanges that they come to first, what this rank has raised before."""
-        if not self.is_validated or self._has_come or reached_every_rank(error):
+        if not self.is_validated or self.has_come or reached_every_rank(error):
             return
         groups = [everyone := coordination_group()]
         if self.meets_in is not None:
             group = self.meets_in()
             groups = [group, everyone] if group.size < everyone.size else [group]
-        self._give_up(groups, error)
-
-    def _give_up(self, groups: list[RankGroup], error: BaseException) -> None:
         for group in groups:
             group.tell_failure("save", error, wrap=SaveError)
 
@@ -293,7 +286,7 @@ def noted_validation() -> Validation | None:
     call = current_save()
     if call is None or not call.is_validated:
         return None
-    call.come()
+    call.has_come = True
     if call.accesses is None:
         return None
     found = Validation(call.accesses, mains_are_saved=call.mains_are_saved)

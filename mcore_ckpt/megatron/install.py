@@ -47,7 +47,6 @@ from mcore_ckpt.megatron.serialization import (
     TRAINING,
     around_load,
     around_save,
-    as_method,
     config_in_place,
     load_common_in_place,
     load_common_state_dict,
@@ -592,11 +591,13 @@ CONTRACT: tuple[Name, ...] = (
     Name("strategies.base", "StrategyAction", until=_REGISTRY),
     Name("strategies.base", "AsyncSaveShardedStrategy", until=_REGISTRY),
     Name("strategies.base", "LoadShardedStrategy", until=_REGISTRY),
-    Name("strategies.common", "TorchCommonSaveStrategy.save_common", lambda _: as_method(save_common), until=_REGISTRY),
+    Name(
+        "strategies.common", "TorchCommonSaveStrategy.save_common", lambda _: staticmethod(save_common), until=_REGISTRY
+    ),
     Name(
         "strategies.common",
         "TorchCommonLoadStrategy.load_common",
-        lambda _: as_method(load_common_in_place),
+        lambda _: staticmethod(load_common_in_place),
         until=_REGISTRY,
     ),
     Name("strategies.common", "save_common", lambda _: save_common, since=(0, 17)),

@@ -130,16 +130,6 @@ def around_save(strategy_class: type, stock: Any) -> Any:
     return save
 
 
-def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as the method of a strategy of Megatron to 0.16."""
-
-    @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return method
-
-
 @without_modes()
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write the common state of the save that follows, and lock the directory for it; every rank calls this. Next to an
@@ -153,7 +143,7 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
         reserve(storage, content.getvalue())
 
     if (call := current_save()) is not None:
-        call.come()
+        call.has_come = True
     coordination_group().run_merged(
         "write the common state", lambda: None, lambda first, _: first, write, wrap=SaveError
     )

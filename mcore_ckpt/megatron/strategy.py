@@ -193,7 +193,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
             separation_hint=self.separation_hint,
             is_async=is_async,
             validation=noted_validation(),
-            layout=parallel_layout(),
+            layout=parallel_layout,
             has_common_file=not differences().common_state_is_an_object,
         )
         transaction = begin_save(sharded_state_dict, request, coordination_group(), self._structure)

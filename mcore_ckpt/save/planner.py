@@ -406,7 +406,7 @@ class SaveRequest:
     separation_hint: str | None = None  # prefix of keys that get files of their own
     is_async: bool = False  # take a snapshot, which another process writes during training
     validation: Validation | None = None  # what is to be checked besides the plan
-    layout: str = ""  # of the job, as text: where it is the same, ranks of the same number hold the same
+    layout: Callable[[], str] = str  # of the job, as text: where it is the same, ranks of the same number hold the same
     has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
 
 
@@ -554,7 +554,7 @@ def compare_claimed(
 
     keys = {key for key in (*state.objects, *state.replicas) if _hash(text_bytes(key)) in agreement.objects_differ}
     kept = keep_versions(
-        *(keys, state.objects, state.replicas, request.layout, group, str(request.directory)),
+        *(keys, state.objects, state.replicas, request.layout(), group, str(request.directory)),
         refused=request.options.compare_replicas == "raise",
     )
     state = state._replace(objects=kept)

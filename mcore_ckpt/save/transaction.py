@@ -1,8 +1,15 @@
-"""A save of all ranks, from the sharded state dict to the checkpoint in force.
+"""A save of all ranks, from the sharded state dict to the checkpoint in force. Its steps, in order:
 
-`begin_save` tells it up to the writing. `SaveTransaction.commit`, later if the writing is asynchronous, has every rank
-wait for its files and compare them with its plan; the coordinator gets the results of all, makes `.metadata` of them,
-and publishes it.
+    begin_save   1 collect                     each rank: what it saves (`planner.py`)
+                 2 agree                       one exchange; the coordinator locks the directory
+                 3 plan_together               only where a rank cannot use the plan of the save before
+                 4 prepare_write_data          each rank: its files, as buckets
+                 5 start_writing               asynchronous: a snapshot, written by another process (`staging.py`)
+                   or write_in_process         synchronous: written before the call returns
+    commit       6 _finished                   each rank: wait for its files, compare them with the plan
+                 7 _compare_replicas           if the options ask for it
+                 8 _describe, check_files      coordinator: make `.metadata`, and look for the files of all ranks
+                 9 publish                     coordinator: put it in force (`directory/publish.py`)
 
 What fails on one rank alone is carried as an `Outcome` to the next exchange, where all ranks raise it. A save that
 fails leaves nothing: each rank removes its files when all know that nothing was published. What a save took (phases,
@@ -283,12 +290,7 @@ class SaveTransaction:
             differing = self._compare_replicas(gathered) if self._options.compare_replicas != "off" else None
             self.phase = "publishing"
             described = self._publish_on_other_nodes(gathered) if directory.is_divided else None
-
-            def publish() -> SaveFigures:
-                assert gathered is not None
-                self._publish(gathered, described)
-                return SaveFigures.of(gathered, self.spans[0].start_s, started, differing)
-
+            publish = partial(self._publish, gathered or [], described, started, differing)
             self.figures = group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
         except BaseException as error:
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
@@ -321,7 +323,9 @@ class SaveTransaction:
         sums = self.replicas.value()
         return Written(self.objects, result.files, took_s, None if sums is None else sums.digest())
 
-    def _publish(self, gathered: list[Written], described: _Described | None) -> None:
+    def _publish(
+        self, gathered: list[Written], described: _Described | None, committing_s: float, differing: int | None
+    ) -> SaveFigures:
         """Coordinator. After an error the note goes before files do, unless it may yet be published."""
         directory, seen = self._directory, self._files_of_place(gathered)
         assert directory.target is not None
@@ -336,6 +340,7 @@ class SaveTransaction:
         except BaseException:
             directory.abandon()
             raise
+        return SaveFigures.of(gathered, self.spans[0].start_s, committing_s, differing)
 
     def _files_of_place(self, gathered: Sequence[Written]) -> dict[str, int]:
         """Names and lengths of the files of the ranks that write where this one does."""
