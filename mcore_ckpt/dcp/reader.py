@@ -11,17 +11,28 @@ import math
 import operator
 import os
 import uuid
+from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -31,8 +42,9 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, Lo
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import collector_paused, run_concurrently
 from mcore_ckpt.core.ranks import without_modes
-from mcore_ckpt.format.index import TensorEntry
-from mcore_ckpt.format.integrity import shown_id
+from mcore_ckpt.dcp.writer import index_of, storage_meta
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredItem, TensorEntry
+from mcore_ckpt.format.integrity import shown_id, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name
 from mcore_ckpt.format.safe_pickle import ANY_CLASS, load_object
 from mcore_ckpt.load.ranges import batches
@@ -40,7 +52,6 @@ from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.records import check_apart, missing_key, of_one_save, replaced_error
 from mcore_ckpt.load.requests import ReadRequest, check_dtype, stored_dtype, tensor_entry
 from mcore_ckpt.state.shards import global_shape, local_chunks
-from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 
 # Bytes of destinations for which a planner makes buffers at once.
 _BATCH_BYTES = 64 * 1024 * 1024
@@ -350,3 +361,75 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[key], loaded)
         else:
             self.state_dict[key] = loaded
+
+
+# --- the index as DCP's `Metadata`, and back --------------------------------------------------------------------------
+
+# Nothing that DCP reads is lost either way: index hints are the positions of the chunks, as stock writers set them, and
+# take no part in comparing or hashing a `MetadataIndex`.
+
+
+@collector_paused()
+def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
+    """`index` as DCP's `Metadata`; raises `CorruptCheckpointError` if the installed torch lacks one of the dtypes."""
+
+    def info(item: StoredItem) -> _StorageInfo:
+        return _StorageInfo(item.file, item.offset, item.length)
+
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    properties: dict[tuple[str, bool], TensorProperties] = {}
+    for fqn, entry in index.tensors.items():
+        kind = entry.dtype, entry.requires_grad
+        if kind not in properties:
+            dtype = getattr(torch, entry.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise CorruptCheckpointError(
+                    f"{index.path}: {fqn!r} is stored as {entry.dtype}, which torch {torch.__version__} does not have; "
+                    "load the checkpoint with a newer torch"
+                )
+            properties[kind] = TensorProperties(dtype=dtype, requires_grad=entry.requires_grad)
+        chunks = []
+        for number, chunk in enumerate(entry.chunks):
+            offsets = torch.Size(chunk.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+            places[MetadataIndex(fqn, offsets, number)] = info(chunk.item)
+        entries[fqn] = TensorStorageMetadata(properties[kind], torch.Size(entry.shape), chunks)
+    for fqn, stored in index.objects.items():
+        entries[fqn] = BytesStorageMetadata()
+        places[MetadataIndex(fqn)] = info(stored.item)
+    meta = index.storage_meta
+    metadata = Metadata(
+        entries,
+        planner_data=index.planner_data,
+        storage_data=places,
+        storage_meta=storage_meta(meta or {}),
+    )
+    # Neither is a field of every torch's Metadata; where it is not, it is an attribute that nobody reads.
+    metadata.version = index.version
+    if index.mcore_data:
+        metadata.mcore_data = index.mcore_data  # type: ignore[attr-defined]
+    if index.manifest is not None:
+        sums = {
+            "manifest": with_manifest(b"", replace(index.manifest, columns=None)),
+            "crcs": {(item.file, item.offset): item.crc32 for _, _, item in index.items()},
+            "blocks": {place: running.tolist() for place, running in index.blocks.items()},
+        }
+        setattr(metadata, _SUMS, sums)
+    return metadata
+
+
+# Where the manifest travels through DCP, which may hand the coordinator's `Metadata` to all ranks: an
+# attribute of plain values.
+_SUMS = "mcore_ckpt_sums"
+
+
+@collector_paused()
+def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
+    """The index that a `Metadata` of DCP describes. Raises `CorruptCheckpointError` if an item has no place."""
+    sums = getattr(metadata, _SUMS, None) or {"manifest": b"", "crcs": {}, "blocks": {}}
+    manifest = split_metadata(sums["manifest"], str(path))[1]
+    blocks = {place: array("I", running) for place, running in sums["blocks"].items()}
+    index = index_of(metadata, path, sums["crcs"])
+    packed = None if manifest is None else PackedTensors.of(index.tensors)
+    return replace(index, tensors=packed or index.tensors, manifest=manifest, blocks=blocks)

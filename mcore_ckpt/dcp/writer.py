@@ -15,6 +15,7 @@ same name: for that code there are `get_save_function_and_args`, `preload_tensor
 from __future__ import annotations
 
 import copy
+import copyreg
 import dataclasses
 import io
 import math
@@ -25,7 +26,7 @@ import threading
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -49,19 +51,29 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from mcore_ckpt.core.boxes import Box, covers
-from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
+from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError, PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import Target, check_files, discard, open_target, publish
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    is_compressed,
+    of_different_offsets,
+)
 from mcore_ckpt.format.integrity import DATA_SUFFIX, NO_SAVE_ID, SAVE_ID_BYTES, ManifestFile, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
 from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.image.layout import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file
 from mcore_ckpt.save.planner import check_hint, split_buckets
 from mcore_ckpt.save.staging import write_in_process
 from mcore_ckpt.state.shards import carry_layout, check_memory, dtype_name
-from mcore_ckpt.state.torch_classes import ItemSums, encoded_metadata, storage_meta
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -724,3 +736,149 @@ def save_buckets(
     finally:
         if elsewhere:
             torch.set_num_threads(threads)
+
+
+# --- `.metadata` ------------------------------------------------------------------------------------------------------
+
+# Versions of torch differ in the fields of these classes. What one of them lacks is set all the same, and not read
+# there; what is written is what the oldest one reads.
+
+
+def storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
+    """DCP's note of which save this is; where the installed torch lacks a field (`modules` in 2.6), nobody reads it."""
+    meta = StorageMeta()
+    vars(meta).update(fields)
+    return meta
+
+
+# What torch <= 2.14 reads of a pickled TensorProperties; 2.15 appends the strides, and reads five values as well.
+_PROPERTIES = 5
+
+
+def _reduced_properties(properties: Any) -> tuple[Any, ...]:
+    return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:_PROPERTIES]  # type: ignore[attr-defined]
+
+
+def _pickled_metadata(metadata: Metadata) -> bytes:
+    """`metadata` as DCP pickles it, in a form that older versions of torch read, too."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced_properties}
+    pickler.dump(metadata)
+    return stream.getvalue()
+
+
+class ItemSums(NamedTuple):
+    """The checksums of a written item, and its file."""
+
+    file: ManifestFile
+    crc32: int  # of its payload; of an object, of all of it
+    blocks: array[int]  # cumulative CRC-32 at each block boundary inside a long payload
+    part: int | None = None  # what it adds to the fingerprint of its tensor; None where that is not known
+
+
+@collector_paused()
+def encoded_metadata(
+    metadata: Metadata,
+    path: str | Path,
+    save_id: bytes,
+    files: Mapping[str, ManifestFile],
+    sums: Mapping[tuple[str, int], ItemSums],
+) -> bytes:
+    """The content of `.metadata` for what DCP has planned; no manifest where an item has no `sums`."""
+    if type(metadata).__name__ not in _KNOWN_METADATA or not _KNOWN_ATTRIBUTES.issuperset(vars(metadata)):
+        return _pickled_metadata(metadata)  # of a planner that keeps more in it than anybody knows
+    index = index_of(metadata, path, {place: one.crc32 for place, one in sums.items()})
+    tensors = dict(index.tensors)
+    for key, entry in tensors.items():
+        if len(entry.chunks) > 1 and (kept := of_different_offsets(entry.chunks)):
+            tensors[key] = entry._replace(chunks=tuple([entry.chunks[n] for n in kept]))
+    index = dataclasses.replace(
+        index, tensors=tensors, blocks={place: one.blocks for place, one in sums.items() if one.blocks}
+    )
+    index = index.with_fingerprints(_fingerprints(index, sums))
+    return MetadataEncoder(index).encode(
+        index.objects,
+        storage_meta=index.storage_meta,
+        manifest=manifest_of(index, save_id, files),
+    )
+
+
+_KNOWN_METADATA = {"Metadata", "MCoreMetadata"}
+_KNOWN_ATTRIBUTES = {
+    *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    "mcore_data",
+}
+
+
+def _fingerprints(index: CheckpointIndex, sums: Mapping[tuple[str, int], ItemSums]) -> dict[str, int]:
+    """Fingerprints of the tensors that were saved in their own shape and have a checksum of each chunk."""
+    found: dict[str, int] = {}
+    for key, entry in index.tensors.items():
+        if key in index.mcore_data:
+            continue
+        total = 0
+        for chunk in entry.chunks:
+            of_item = sums.get((chunk.item.file, chunk.item.offset))
+            if of_item is None or of_item.part is None:
+                break
+            total ^= of_item.part
+        else:
+            found[key] = total
+    return found
+
+
+def index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int], int]) -> CheckpointIndex:
+    """What a `Metadata` describes; `crcs`: of items, by file and offset. Raises `CorruptCheckpointError`."""
+    if not isinstance(metadata.storage_data, dict):
+        raise CorruptCheckpointError(
+            f"{path}: the metadata holds no storage data of DCP's file system writer (got "
+            f"{type(metadata.storage_data).__name__}); expected a finished checkpoint of torch_dist or DCP"
+        )
+    items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+    for key, info in metadata.storage_data.items():
+        offsets = None if key.offset is None else tuple(key.offset)
+        compressed = is_compressed(getattr(info, "transform_descriptors", None), str(path), key.fqn)  # not in torch 2.6
+        crc = crcs.get((info.relative_path, info.offset))
+        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, crc, compressed)
+
+    def item_of(fqn: str, offsets: tuple[int, ...] | None) -> StoredItem:
+        item = items.get((fqn, offsets))
+        if item is None:
+            at = "" if offsets is None else f", chunk at {list(offsets)},"
+            raise CorruptCheckpointError(f"{path}: {fqn!r}{at} is in the index, but no file holds it")
+        return item
+
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ObjectEntry] = {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            stored = []
+            for chunk in entry.chunks:
+                offsets = tuple(chunk.offsets)
+                stored.append(StoredChunk(offsets, tuple(chunk.sizes), item_of(fqn, offsets)))
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[fqn] = TensorEntry(
+                fqn, dtype, tuple(entry.size), tuple(stored), bool(entry.properties.requires_grad)
+            )
+        else:
+            objects[fqn] = ObjectEntry(fqn, item_of(fqn, None))
+    meta = getattr(metadata, "storage_meta", None)
+    fields = None
+    if meta is not None:
+        checkpoint_id = None if meta.checkpoint_id is None else str(meta.checkpoint_id)
+        fields = {
+            "checkpoint_id": checkpoint_id,
+            "save_id": meta.save_id,
+            "load_id": meta.load_id,
+            "modules": list(getattr(meta, "modules", ())),
+        }
+    return CheckpointIndex(
+        str(path),
+        tensors,
+        objects,
+        planner_data=metadata.planner_data,
+        mcore_data=getattr(metadata, "mcore_data", None) or {},
+        storage_meta=fields,
+        version=getattr(metadata, "version", None),
+    )

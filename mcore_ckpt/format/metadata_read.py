@@ -4,7 +4,7 @@
 package) into one plain structure that the reader, the command and verify share, without importing torch. What this
 package wrote is read from the columns of its manifest, all else from the pickle (`index_pickle.py`).
 
-`metadata_write` makes such a file; `state.torch_classes` turns the index into DCP's own classes.
+`metadata_write` makes such a file; `dcp/reader.py` turns the index into DCP's own classes.
 """
 
 from __future__ import annotations

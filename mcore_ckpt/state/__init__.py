@@ -4,5 +4,5 @@ In: tensors, DTensors, sharded tensors and objects.
 Out: dtypes, slices, DCP's metadata classes.
 Must not know: files.
 
-With torch: plan_check, shards, torch_classes, values.
+With torch: plan_check, shards, values.
 """

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from mcore_ckpt import open_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mcore_ckpt.dcp.reader import from_dcp_metadata, to_dcp_metadata
 from mcore_ckpt.format import index_pickle
 from mcore_ckpt.format.index import (
     CheckpointIndex,
@@ -42,7 +43,6 @@ from mcore_ckpt.format.metadata_read import parse_index, read_config, read_index
 from mcore_ckpt.format.metadata_write import FORMAT_VERSION, MetadataEncoder, encode_metadata
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.checks import pickle_differs
-from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 from mcore_ckpt.tools.verify import verify_checkpoint
 
 pytestmark = pytest.mark.quick
