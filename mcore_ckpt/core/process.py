@@ -208,7 +208,7 @@ def exit_with_parent(parent_pid: int) -> None:
     threading.Thread(target=watch, name="mcore-ckpt-parent", daemon=True).start()
 
 
-def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
+def lower_priority(cpu_priority: int | None, io_priority: int | None = None) -> None:
     """Give way to training: take a nice value and an I/O scheduling class, where that is allowed.
 
     In the trainer's session alone: nice values count within one, where the kernel groups processes by session.

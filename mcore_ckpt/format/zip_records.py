@@ -126,8 +126,36 @@ class Archive:
         return found
 
     def start(self, record: ZipRecord) -> int:
-        """Where a record's content begins, in bytes from the item's first; raises `CorruptCheckpointError`."""
-        return _record_start(self.item, record)
+        """Where a record's content begins, in bytes from the item's first; raises `CorruptCheckpointError` unless local
+        header and descriptor say what the directory says.
+        """
+        item = self.item
+        name = record.name.encode()
+        content_at = record.header_offset + 30 + len(name)
+        fixed = item.get(record.header_offset, 30 + len(name))
+        signature, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(fixed)
+        expected = b"PK\x03\x04", record.flags, 0, len(name), name
+        if (signature, flags, method, name_bytes, fixed[30:]) != expected:
+            where = f"expected the header of {record.name} at byte {record.header_offset}"
+            raise item.corrupt(where, f"got {fixed[:12]!r}...")
+        start: int = content_at + extra_bytes
+        stop = start + record.stored_bytes
+        if stop > item.item_bytes:
+            raise item.corrupt(f"{record.name} should end at byte {stop}", f"the item ends at {item.item_bytes}")
+        summary = record.crc32, record.stored_bytes, record.stored_bytes
+        if flags & _HAS_DESCRIPTOR:
+            got = item.get(stop, min(DESCRIPTOR64.size, item.item_bytes - stop))
+            if record.stored_bytes <= _MAX_32 and got[:16] == DESCRIPTOR.pack(b"PK\x07\x08", *summary):
+                return start
+            if got == DESCRIPTOR64.pack(b"PK\x07\x08", *summary):
+                return start
+            raise item.corrupt(f"expected CRC-32 and size of {record.name} at byte {stop} again", repr(got))
+        if crc != record.crc32 or any(value not in (_MAX_32, record.stored_bytes) for value in (stored, size)):
+            raise item.corrupt(
+                f"expected CRC-32 {record.crc32:#010x} and {record.stored_bytes} bytes in the header of {record.name}",
+                f"got {crc:#010x} and {stored}",
+            )
+        return start
 
     def content(self, record: ZipRecord) -> bytes:
         """A record's content; raises `ChecksumError` if it has another CRC-32 than the directory says."""
@@ -255,36 +283,6 @@ def _wide_values(item: ItemBytes, extra: bytes, *narrow: int) -> list[int]:
             return [next(wide) if value == _MAX_32 else value for value in narrow]
         position += length
     raise item.corrupt(f"expected {wanted} zip64 values in a record's extra field", repr(extra[:64]))
-
-
-def _record_start(item: ItemBytes, record: ZipRecord) -> int:
-    """Offset of a record's content; local header and descriptor must say what the directory says."""
-    name = record.name.encode()
-    content_at = record.header_offset + 30 + len(name)
-    fixed = item.get(record.header_offset, 30 + len(name))
-    signature, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(fixed)
-    expected = b"PK\x03\x04", record.flags, 0, len(name), name
-    if (signature, flags, method, name_bytes, fixed[30:]) != expected:
-        where = f"expected the header of {record.name} at byte {record.header_offset}"
-        raise item.corrupt(where, f"got {fixed[:12]!r}...")
-    start: int = content_at + extra_bytes
-    stop = start + record.stored_bytes
-    if stop > item.item_bytes:
-        raise item.corrupt(f"{record.name} should end at byte {stop}", f"the item ends at {item.item_bytes}")
-    summary = record.crc32, record.stored_bytes, record.stored_bytes
-    if flags & _HAS_DESCRIPTOR:
-        got = item.get(stop, min(DESCRIPTOR64.size, item.item_bytes - stop))
-        if record.stored_bytes <= _MAX_32 and got[:16] == DESCRIPTOR.pack(b"PK\x07\x08", *summary):
-            return start
-        if got == DESCRIPTOR64.pack(b"PK\x07\x08", *summary):
-            return start
-        raise item.corrupt(f"expected CRC-32 and size of {record.name} at byte {stop} again", repr(got))
-    if crc != record.crc32 or any(value not in (_MAX_32, record.stored_bytes) for value in (stored, size)):
-        raise item.corrupt(
-            f"expected CRC-32 {record.crc32:#010x} and {record.stored_bytes} bytes in the header of {record.name}",
-            f"got {crc:#010x} and {stored}",
-        )
-    return start
 
 
 # ----------------------------------------------------------------------------------------------------- further members

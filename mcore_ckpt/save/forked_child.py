@@ -226,7 +226,7 @@ def _run_forked(
     if torch is not None:
         torch.set_num_threads(1)  # the threads that OpenMP believes to have are not here, and it would wait for them
     if expendable:
-        lower_priority(TRAINING_FIRST_NICE, None)
+        lower_priority(TRAINING_FIRST_NICE)
     global _status  # this process has one call
     _status = status
     try:

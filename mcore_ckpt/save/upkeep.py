@@ -155,7 +155,6 @@ class _UpkeepProcess:
         self.process = start_interpreter(
             __name__,
             os.getpid(),
-            TRAINING_FIRST_NICE,
             self.page.fd,
             pass_fds=(self.page.fd,),
             stdin=subprocess.PIPE,
@@ -307,10 +306,10 @@ _MODEL_ONLY: Final = "mcore_ckpt.reshard.model_only"
 _PARTS_WITHIN_S: Final = 300.0
 
 
-def main(parent_pid: int, cpu_priority: int | None, page_fd: int) -> None:
+def main(parent_pid: int, page_fd: int) -> None:
     """Work until the trainer says that it ends and all is done; end at once when the trainer is gone."""
     work_for_trainer(parent_pid, page_fd)
-    lower_priority(cpu_priority, None)
+    lower_priority(TRAINING_FIRST_NICE)
     ends = threading.Event()
     removals, copies, exports = _Newest(), _Copies(), _Newest()
     remover = threading.Thread(target=_remove, args=(removals, ends, page_fd))
