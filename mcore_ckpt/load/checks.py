@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol
@@ -211,10 +211,9 @@ def check_data_files(storage: Storage, index: CheckpointIndex, names: Iterable[s
             if footer is not None:
                 read_table(reader, footer)
     checks = [check for check in checks_of(index) if check.item.file in files]
-    checker = ItemChecker(storage)
-    checker.run(list(spans_of(checks)), _WORKERS)
-    if checker.problems:
-        raise CorruptCheckpointError(min(checker.problems)[1].message)
+    found = ItemChecker(storage).run(list(spans_of(checks)), _WORKERS)
+    if found.problems:
+        raise CorruptCheckpointError(min(found.problems)[1].message)
 
 
 def read_table(reader: RangeReader, footer: FileFooter) -> Items:
@@ -272,24 +271,23 @@ def spans_of(checks: Iterable[ItemCheck]) -> Iterator[Span]:
     return coalesce(extents, ReadPolicy())
 
 
-class Checked(NamedTuple):
+@dataclass(slots=True)
+class Checked:
     """What an `ItemChecker` has found."""
 
-    problems: list[tuple[str, Problem]]
-    refused: dict[str, str]  # classes that loads refuse, each with the first key that has it
-    items: int
-    records: int
-    read_bytes: int
-    unchecked: int
+    problems: list[tuple[str, Problem]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # classes that loads refuse, each with a key that has it
+    items: int = 0
+    records: int = 0
+    read_bytes: int = 0
+    unchecked: int = 0
 
 
 class ItemChecker:
     """Reads spans in threads and collects what is wrong."""
 
     def __init__(self, storage: Storage) -> None:
-        self.problems: list[tuple[str, Problem]] = []
-        self.refused: dict[str, str] = {}
-        self.items = self.records = self.read_bytes = self.unchecked = 0
+        self._found = Checked()
         self._files = OpenFiles(storage, "auto", None)
         self._lock = threading.Lock()
         self._buffers = threading.local()
@@ -308,7 +306,7 @@ class ItemChecker:
             in_parallel(spans, work, workers)
         finally:
             self._files.close()
-        return Checked(self.problems, self.refused, self.items, self.records, self.read_bytes, self.unchecked)
+        return self._found
 
     def _check(self, span: Span) -> None:
         checks = [extent.owner for extent in span.extents]
@@ -320,7 +318,7 @@ class ItemChecker:
                     reader.read_into(span.start, view)
                 except LoadError as error:
                     for check in checks:
-                        self._found(check, item_problem("item", check, f"{check.where}: {error}"))
+                        self._note("item", check, f"{check.where}: {error}")
                     return
             records = unchecked = 0
             for check in checks:
@@ -331,23 +329,23 @@ class ItemChecker:
                     if check.entry is None and item.length <= _MAX_OBJECT_BYTES:
                         content = read_item(reader, item) if inside is None else unpacked(bytes(inside), item)
                         for name in refused_classes(content, check.where):
-                            self.refused.setdefault(name, check.fqn)
+                            self._found.refused.setdefault(name, check.fqn)
                 except ChecksumError as error:
-                    self._found(check, item_problem("checksum", check, str(error)))
+                    self._note("checksum", check, str(error))
                 except LoadError as error:
-                    self._found(check, item_problem("item", check, str(named(error, check.where))))
+                    self._note("item", check, str(named(error, check.where)))
                 else:
                     records += checked
                     unchecked += checked == 0
         with self._lock:
-            self.items += len(checks)
-            self.records += records
-            self.unchecked += unchecked
-            self.read_bytes += span.stop - span.start
+            self._found.items += len(checks)
+            self._found.records += records
+            self._found.unchecked += unchecked
+            self._found.read_bytes += span.stop - span.start
 
-    def _found(self, check: ItemCheck, problem: Problem) -> None:
+    def _note(self, kind: Literal["item", "checksum"], check: ItemCheck, message: str) -> None:
         with self._lock:
-            self.problems.append((check.where, problem))
+            self._found.problems.append((check.where, item_problem(kind, check, message)))
 
     def _buffer(self) -> memoryview:
         """This thread's window."""
@@ -442,9 +440,9 @@ def pickle_differs(path: str | Path) -> str | None:
             said = [_without_crcs(entries[key]) if key in entries else None for entries in (own, other)]
             if said[0] != said[1]:
                 return f"{kind} {key!r:.200}: its columns say {said[0]!r:.300}, its pickle {said[1]!r:.300}"
-    for field in ("planner_data", "mcore_data", "storage_meta", "version"):
-        if getattr(ours, field) != getattr(others, field):
-            return f"{field}: its columns and its pickle differ"  # not shown: it may nest without end
+    for name in ("planner_data", "mcore_data", "storage_meta", "version"):
+        if getattr(ours, name) != getattr(others, name):
+            return f"{name}: its columns and its pickle differ"  # not shown: it may nest without end
     return None
 
 
