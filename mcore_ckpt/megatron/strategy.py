@@ -37,7 +37,7 @@ from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here, read_shards
-from mcore_ckpt.load.records import ReadStats, replaced_error
+from mcore_ckpt.load.records import ReadStats, of_one_save
 from mcore_ckpt.megatron.calls import (
     Identity,
     check_common,
@@ -341,20 +341,10 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             begin = partial(load.enter_context, storage.in_use(METADATA_FILE))
             _, reader = run_concurrently(storage.asks_at_once, begin, partial(self._opened, path))
             load.enter_context(reader.other_tier_in_use())
-            version = tuple(reader.index_version or ())
-            source = identity_of(reader.index.manifest, version)
             started_s, before = time.monotonic(), replace(reader.stats)
-            try:
+            with of_one_save(reader.index, reader.index_version):
                 yield reader
-            except LoadError as error:
-                if metadata_version(path) != version:
-                    raise replaced_error(path, str(error)) from error
-                raise
-            if not isinstance(source, bytes) and metadata_version(path) != version:
-                # Nothing but the file itself tells the saves apart: it may have been another one already when it was
-                # read.
-                raise replaced_error(path, ".metadata, which has no manifest, is another file than before")
-            check_common(path, source, reader.index)
+            check_common(path, identity_of(reader.index.manifest, tuple(reader.index_version or ())), reader.index)
             if names_second_tier() and first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
                 saving = SaveOptions.from_environment()
                 if saving.drain_to is not None:
