@@ -405,12 +405,14 @@ def note_common(source: Identity, reader: CheckpointReader | None = None) -> Non
         call.common, call.reader = source, reader
 
 
-def opened_reader(directory: Path, options: LoadOptions, version: tuple[int, ...]) -> CheckpointReader:
-    """A reader of that version of a checkpoint: the one of the load in progress, if it has one."""
+def opened_reader(directory: Path, options: LoadOptions, known: CheckpointReader | None = None) -> CheckpointReader:
+    """A reader of a checkpoint: `known`, or that of the load in progress, if the index is still that of its save."""
     call = current_load()
-    known = None if call is None else call.reader
-    if known is not None and known.path == directory and tuple(known.index_version or ()) == version:
-        return known
+    for reader in (known, None if call is None else call.reader):
+        if reader is None or (reader.path, reader.options) != (directory, options):
+            continue
+        if tuple(reader.index_version or ()) == metadata_version(directory):
+            return reader
     return CheckpointReader(directory, options=options)
 
 

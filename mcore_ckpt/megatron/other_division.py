@@ -53,7 +53,7 @@ from mcore_ckpt.format.zip_records import member_of
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.requests import ReadRequest, narrow
-from mcore_ckpt.megatron.calls import MegatronLoad, metadata_version, opened_reader
+from mcore_ckpt.megatron.calls import MegatronLoad, opened_reader
 from mcore_ckpt.megatron.flat_buckets import OWN_RANGES, JobBuckets
 from mcore_ckpt.megatron.versions import is_first_rank, parallel_sizes, parameter_group_identifiers
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves_by_kind, local_box
@@ -104,7 +104,7 @@ def under_this_division(state: Any, call: MegatronLoad) -> Any:
     group = call.group or RankGroup(None)
 
     def compare() -> _Compared:
-        call.reader = opened_reader(call.directory, call.options, metadata_version(call.directory))
+        call.reader = opened_reader(call.directory, call.options)
         return _compared(call.reader, state, is_alone=call.group is None)
 
     def conclude(found: _Compared) -> bool:

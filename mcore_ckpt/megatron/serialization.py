@@ -208,7 +208,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         waits = any(name.startswith(COMMON_FILE) and name.endswith(_PENDING_SUFFIX) for name in names)
         # Decoding the index takes seconds for many ranks. Most have only `common.pt`, and no such object.
         if file is None or waits or COMMON_STATE_KEY.encode() in pickled:
-            reader = opened_reader(directory, options, version)
+            reader = opened_reader(directory, options)
             manifest = reader.index.manifest
             file = common_file_in_force(storage, reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
@@ -326,7 +326,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_removed(state: Any, call: MegatronLoad) -> None:
     """Raise `MissingKeyError` if the optimizer's state is asked for, and was removed: Megatron may fail later."""
     if isinstance(state, dict) and state.get("optimizer"):
-        call.reader = opened_reader(call.directory, call.options, metadata_version(call.directory))
+        call.reader = opened_reader(call.directory, call.options)
         if (removed := call.reader.index.removed) is not None:
             raise MissingKeyError(
                 f"{call.directory}: {removed.said}, and this job asks for it. Start from the model alone "

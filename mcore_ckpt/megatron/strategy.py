@@ -44,8 +44,8 @@ from mcore_ckpt.megatron.calls import (
     check_ranks,
     current_load,
     identity_of,
-    metadata_version,
     noted_validation,
+    opened_reader,
 )
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.megatron.versions import (
@@ -355,14 +355,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
     def _opened(self, path: Path) -> CheckpointReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
-        reader, call = self._reader, current_load()
-        if (reader is None or reader.path != path) and call is not None:
-            reader = call.reader
-        is_other = reader is None or (reader.path, reader.options) != (path, self.options)
-        if reader is None or is_other or tuple(reader.index_version or ()) != metadata_version(path):
-            self._reader = None  # until the index is there
-            reader = CheckpointReader(path, options=self.options)
-            _ = reader.index
+        reader, self._reader = opened_reader(path, self.options, self._reader), None  # until the index is there
+        _ = reader.index
         self._reader = reader
         return reader
 
