@@ -65,8 +65,7 @@ PAGE_BYTES: Final = 4096
 """Alignment of large payloads in the file: what O_DIRECT and mmap ask for."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTemplate:
+class TensorTemplate(NamedTuple):
     """The bytes around a tensor's payload."""
 
     head: bytes  # bytes before the payload; a multiple of 64 of them
@@ -139,17 +138,30 @@ def _end_records(count: int, directory_bytes: int, directory_at: int, zip64: boo
     )
 
 
-def _constant(name: bytes, content: bytes) -> tuple[tuple[bytes, int, int, int, int], bytes]:
-    """A record that is the same in all archives: what the headers say of it, and its bytes."""
-    fields = (name, _VERSION_20, _UTF8, zlib.crc32(content), len(content))
-    return fields, _local_header(*fields) + content
+class _Constant(NamedTuple):
+    """A record that is the same in all archives."""
+
+    fields: tuple[bytes, int, int, int, int]  # what the headers say of it
+    record: bytes  # its bytes
+    entry: bytes  # in the directory, if it is at 0
+
+    @classmethod
+    def of(cls, name: bytes, content: bytes) -> _Constant:
+        fields = (name, _VERSION_20, _UTF8, zlib.crc32(content), len(content))
+        return cls(fields, _local_header(*fields) + content, _central_entry(*fields, 0))
+
+    def entry_at(self, offset: int, zip64: bool) -> bytes:
+        """Its entry in the directory."""
+        if zip64:
+            return _central_entry(*self.fields, _MAX_32, _zip64_extra(offset))
+        return self.entry[:_CENTRAL_OFFSET] + offset.to_bytes(4, "little") + self.entry[_CENTRAL_OFFSET + 4 :]
 
 
-_CONSTANTS = (_constant(b"archive/version", b"3\n"), _constant(b"archive/byteorder", b"little"))
-_CONSTANT_RECORDS = b"".join(record for _, record in _CONSTANTS)
+# Where a CRC-32 stands in a data descriptor and in an entry of the directory, and a record's offset there.
+_DESCRIPTOR_CRC, _CENTRAL_CRC, _CENTRAL_OFFSET = 4, 16, 42
 
-# Where a CRC-32 stands in a data descriptor, and in an entry of the directory.
-_DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
+_CONSTANTS = (_Constant.of(b"archive/version", b"3\n"), _Constant.of(b"archive/byteorder", b"little"))
+_CONSTANT_RECORDS = b"".join(constant.record for constant in _CONSTANTS)
 
 
 # ---------------------------------------------------------------------------------------------------------- archives
@@ -160,8 +172,7 @@ _MAX_PAYLOAD_BYTES = (1 << 63) - 1024 * 1024
 _MOST_OF_AN_ENTRY = 128  # of the directory, in bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PayloadFrame:
+class PayloadFrame(NamedTuple):
     """What is around one payload of an archive: its local header, and its data descriptor."""
 
     head: bytes
@@ -171,18 +182,30 @@ class PayloadFrame:
     @classmethod
     def of(cls, number: int, nbytes: int, offset: int) -> PayloadFrame:
         """Frame of a payload whose header is at `offset`; padding at its end moves the payload to a multiple of 64."""
-        name, zip64 = _PAYLOAD_NAME % number, nbytes >= _ZIP64_FROM_BYTES
-        # (This extra field is also what makes the data descriptor one of 8-byte sizes.)
-        large = _zip64_extra(nbytes, nbytes) if zip64 else b""
-        padding_bytes = -(offset + LOCAL_HEADER.size + len(name) + len(large) + 4) % ITEM_ALIGNMENT
-        extra = large + struct.pack("<HH", _PADDING_EXTRA, padding_bytes) + b"Z" * padding_bytes
-        version, size = (_VERSION_45, _MAX_32) if zip64 else (_VERSION_20, 0)
-        return cls(_local_header(name, version, _UTF8_AND_DESCRIPTOR, 0, size, len(extra)) + extra, nbytes, zip64)
+        zip64 = nbytes >= _ZIP64_FROM_BYTES
+        return cls(_payload_header(number, nbytes if zip64 else 0, offset), nbytes, zip64)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Length of the descriptor."""
+        return (DESCRIPTOR64 if self.zip64 else DESCRIPTOR).size
 
     def tail_with(self, payload_crc32: int) -> bytes:
         """The descriptor of a payload that has this CRC-32."""
         descriptor = DESCRIPTOR64 if self.zip64 else DESCRIPTOR
         return descriptor.pack(_DESCRIPTOR_MARK, payload_crc32, self.payload_bytes, self.payload_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _payload_header(number: int, large_bytes: int, offset: int) -> bytes:
+    """Local header at `offset` of a payload. Only of one that needs zip64 does it say the size, `large_bytes`."""
+    name = _PAYLOAD_NAME % number
+    # (This extra field is also what makes the data descriptor one of 8-byte sizes.)
+    large = _zip64_extra(large_bytes, large_bytes) if large_bytes else b""
+    padding_bytes = -(offset + LOCAL_HEADER.size + len(name) + len(large) + 4) % ITEM_ALIGNMENT
+    extra = large + struct.pack("<HH", _PADDING_EXTRA, padding_bytes) + b"Z" * padding_bytes
+    version, size = (_VERSION_45, _MAX_32) if large_bytes else (_VERSION_20, 0)
+    return _local_header(name, version, _UTF8_AND_DESCRIPTOR, 0, size, len(extra)) + extra
 
 
 class ArchiveLayout:
@@ -198,7 +221,7 @@ class ArchiveLayout:
         for number, nbytes in enumerate(storage_bytes):
             self.offsets.append(position)
             self.frames.append(frame := PayloadFrame.of(number, nbytes, position))
-            position += len(frame.head) + nbytes + len(frame.tail_with(0))
+            position += len(frame.head) + nbytes + frame.tail_bytes
         self._end_at = position
         count = len(storage_bytes)
         end_at = position + _MOST_OF_AN_ENTRY * (count + 4)
@@ -232,10 +255,9 @@ class ArchiveLayout:
         """The file behind the last storage, for payloads that have these CRC-32s."""
         directory = [_central_entry(*self._pickle, 0), *self._entries(crcs)]
         at = self._end_at
-        for fields, record in _CONSTANTS:
-            place = (_MAX_32, _zip64_extra(at)) if self._zip64 else (at, b"")
-            directory.append(_central_entry(*fields, *place))
-            at += len(record)
+        for constant in _CONSTANTS:
+            directory.append(constant.entry_at(at, self._zip64))
+            at += len(constant.record)
         listed = b"".join(directory)
         return _CONSTANT_RECORDS + listed + _end_records(len(directory), len(listed), at, self._zip64)
 
@@ -255,10 +277,10 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
     (frame,) = layout.frames
     alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
     head, tail = layout.begin + frame.head, frame.tail_with(0) + layout.end((0,))
-    positions = next(layout.crc_positions())
-    crc_positions = tuple(position - len(head) - payload_bytes for position in positions)
-    item_bytes = len(head) + payload_bytes + len(tail)
-    return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment, item_bytes)
+    tail_at = len(head) + payload_bytes
+    first, second = next(layout.crc_positions())
+    crc_positions = first - tail_at, second - tail_at
+    return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment, tail_at + len(tail))
 
 
 # ------------------------------------------------------------------------------------------------------------- located
