@@ -111,25 +111,27 @@ def _merged(group: RankGroup, what: str, fn: Any, *, wrap: Any) -> Any:
     return group.run_merged(what, fn, operator.add, str, wrap=wrap)
 
 
-@pytest.mark.parametrize(
-    ("method", "kind", "class_name"),
-    [
-        ("run", "ours", "MissingKeyError"),
-        ("gather", "system", "LoadError"),
-        ("run_merged", "ours", "MissingKeyError"),
-    ],
-)
-def test_the_first_cause_is_raised_on_every_rank(method: str, kind: str, class_name: str) -> None:
-    outcomes = run_ranks(_fails_on, 3, [1, 2], kind, method)
-    assert {name for name, _, _, _ in outcomes} == {class_name}
-    messages = {message for _, message, _, _ in outcomes}
-    assert len(messages) == 1
-    message = messages.pop()
-    assert message.startswith("could not read the layer: rank 1 of 3 (2 ranks failed: 1, 2): ")
-    assert "in step" in message, "the traceback of the failing rank is part of the message"
-    assert ("key 'w' is missing" + "!" * 5000 if kind == "ours" else "/does/not/exist") in message
-    assert [own for _, _, own, _ in outcomes] == [False, True, True]
-    assert all(reached for *_, reached in outcomes)
+FAILURES = [
+    ("run", "ours", "MissingKeyError"),
+    ("gather", "system", "LoadError"),
+    ("run_merged", "ours", "MissingKeyError"),
+]
+
+
+def _fails_in_each_way(rank: int) -> list[tuple[str, str, bool, bool]]:
+    return [_fails_on(rank, [1, 2], kind, method) for method, kind, _ in FAILURES]
+
+
+def test_the_first_cause_is_raised_on_every_rank() -> None:
+    by_rank = run_ranks(_fails_in_each_way, 3)
+    for (_, kind, class_name), outcomes in zip(FAILURES, zip(*by_rank, strict=True), strict=True):
+        assert {name for name, _, _, _ in outcomes} == {class_name}
+        (message,) = {message for _, message, _, _ in outcomes}
+        assert message.startswith("could not read the layer: rank 1 of 3 (2 ranks failed: 1, 2): ")
+        assert "in step" in message, "the traceback of the failing rank is part of the message"
+        assert ("key 'w' is missing" + "!" * 5000 if kind == "ours" else "/does/not/exist") in message
+        assert [own for _, _, own, _ in outcomes] == [False, True, True]
+        assert all(reached for *_, reached in outcomes)
 
 
 def _dies(rank: int) -> str:
@@ -168,18 +170,23 @@ def _come_apart(rank: int, odd: int, way: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("odd", "way", "words"),
-    [
-        (0, "exchange", "(test)"),
-        (1, "setting", "MCORE_CKPT_COMPARE_REPLICAS"),
-        (2, "gathering", "(gather)"),
-    ],
-)
-def test_all_ranks_raise_where_one_comes_to_another_exchange(odd: int, way: str, words: str) -> None:
-    for message in run_ranks(_come_apart, 4, odd, way):
-        assert words in message
-        assert "alike on all hosts" in message if way == "setting" else "(add)" in message
+# Which rank comes to what, and what is said of it.
+APART = [
+    (0, "exchange", "(test)", "(add)"),
+    (1, "setting", "MCORE_CKPT_COMPARE_REPLICAS", "alike on all hosts"),
+    (2, "gathering", "(gather)", "(add)"),
+]
+
+
+def _come_apart_in_each_way(rank: int) -> list[str]:
+    return [_come_apart(rank, odd, way) for odd, way, *_ in APART]
+
+
+def test_all_ranks_raise_where_one_comes_to_another_exchange() -> None:
+    for messages in run_ranks(_come_apart_in_each_way, 4):
+        for (*_, words, more), message in zip(APART, messages, strict=True):
+            assert words in message
+            assert more in message
 
 
 class _Counting:

@@ -202,6 +202,18 @@ def test_signature_is_megatrons() -> None:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
+FAILURES = [
+    ("save", "SaveError", "full", True, False),
+    ("save", "SaveError", "full", False, True),
+    ("raise", "SaveError", "No space left", False, False),
+    ("sigkill", "WriterDiedError", "SIGKILL", True, True),
+]
+
+
+def _one_rank_fails_each_time(rank: int) -> list[tuple[str, str, list[str]]]:
+    return [_one_rank_fails(rank, how, blocking, no_dist) for how, _, _, blocking, no_dist in FAILURES]
+
+
 def _one_rank_fails(rank: int, how: str, blocking: bool, no_dist: bool) -> tuple[str, str, list[str]]:
     """The other ranks are still writing; without dist, where none asks for their outcome meanwhile, they have ended."""
     queue, log = AsyncCallsQueue(), list[str]()
@@ -234,25 +246,15 @@ def _one_rank_fails(rank: int, how: str, blocking: bool, no_dist: bool) -> tuple
     return type(caught.value).__name__, str(caught.value), log
 
 
-@pytest.mark.parametrize(
-    ("how", "name", "text", "blocking", "no_dist"),
-    [
-        ("save", "SaveError", "full", True, False),
-        ("save", "SaveError", "full", False, True),
-        ("raise", "SaveError", "No space left", False, False),
-        ("sigkill", "WriterDiedError", "SIGKILL", True, True),
-    ],
-)
-def test_a_failure_on_one_rank_is_raised_on_all_at_once(
-    how: str, name: str, text: str, blocking: bool, no_dist: bool
-) -> None:
-    results = run_ranks(_one_rank_fails, 3, how, blocking, no_dist, deadline_s=90)
-    assert len({result[:2] for result in results}) == 1
-    for kind, message, log in results:
-        assert kind == name
-        assert "rank 1 of 3" in message
-        assert text in message
-        assert log == ["next"], "no callback of the failed save on any rank, all of the next"
+def test_a_failure_on_one_rank_is_raised_on_all_at_once() -> None:
+    by_rank = run_ranks(_one_rank_fails_each_time, 3)
+    for (_, name, text, *_), results in zip(FAILURES, zip(*by_rank, strict=True), strict=True):
+        assert len({result[:2] for result in results}) == 1
+        for kind, message, log in results:
+            assert kind == name
+            assert "rank 1 of 3" in message
+            assert text in message
+            assert log == ["next"], "no callback of the failed save on any rank, all of the next"
 
 
 def _different_requests(rank: int) -> str:

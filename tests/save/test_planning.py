@@ -47,33 +47,34 @@ def _check(directory: Path, number: int, keys: str) -> None:
     assert mcore_ckpt.verify_checkpoint(directory / str(number)).whole
 
 
-@pytest.mark.parametrize(
-    ("saves", "used_again"),
-    [
-        pytest.param([[[_A], [_B], [_C]]] * 3, [False, True, True], id="nothing changes"),
-        pytest.param(
-            [[[_A], [_B], [_C]], [[_A], [_C], [_B]], [[_A], [_C], [_B]]],
-            [False, False, True],
-            id="two ranks swap what they hold",
-        ),
-        pytest.param(
-            [[[_A], [_B], [_C]], [[_A], [_B], [_C, ("x", 0), ("x", 1), ("x", 2)]], [[_A], [_B], [_C]]],
-            [False, False, False],
-            id="one rank has more",
-        ),
-        pytest.param(
-            [[[_A, _B], [_C], []], [[_A], [_C], [_B]], [[_A], [_C], [_B]]],
-            [False, False, True],
-            id="one rank gives to one that had nothing",
-        ),
-    ],
-)
-def test_a_plan_is_used_again_if_it_is_that_of_every_rank(
-    saves: list[list[list[tuple[str, int]]]], used_again: list[bool], tmp_path: Path
-) -> None:
-    assert run_megatron_ranks(_save_all, 3, tmp_path, saves) == [used_again] * 3
-    for number, held in enumerate(saves):
-        _check(tmp_path, number, "".join(sorted({key for of_rank in held for key, _ in of_rank})))
+# What each rank holds in each save, and whether the plan is used again.
+CASES = {
+    "nothing changes": ([[[_A], [_B], [_C]]] * 3, [False, True, True]),
+    "two ranks swap what they hold": (
+        [[[_A], [_B], [_C]], [[_A], [_C], [_B]], [[_A], [_C], [_B]]],
+        [False, False, True],
+    ),
+    "one rank has more": (
+        [[[_A], [_B], [_C]], [[_A], [_B], [_C, ("x", 0), ("x", 1), ("x", 2)]], [[_A], [_B], [_C]]],
+        [False, False, False],
+    ),
+    "one rank gives to one that had nothing": (
+        [[[_A, _B], [_C], []], [[_A], [_C], [_B]], [[_A], [_C], [_B]]],
+        [False, False, True],
+    ),
+}
+
+
+def _save_each(rank: int, directory: Path) -> dict[str, list[bool]]:
+    return {name: _save_all(rank, directory / name, saves) for name, (saves, _) in CASES.items()}
+
+
+def test_a_plan_is_used_again_if_it_is_that_of_every_rank(tmp_path: Path) -> None:
+    expected = {name: used_again for name, (_, used_again) in CASES.items()}
+    assert run_megatron_ranks(_save_each, 3, tmp_path) == [expected] * 3
+    for name, (saves, _) in CASES.items():
+        for number, held in enumerate(saves):
+            _check(tmp_path / name, number, "".join(sorted({key for of_rank in held for key, _ in of_rank})))
 
 
 def _save_by_two(rank: int, directory: Path) -> None:

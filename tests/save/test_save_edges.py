@@ -17,7 +17,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.save.planner import NOTHING, collect
 from mcore_ckpt.state.shards import pointer_of
-from tests.support.gloo_ranks import run_megatron_ranks
+from tests.support.gloo_ranks import made, run_megatron_ranks
 from tests.support.kept_log import kept_log
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -221,6 +221,7 @@ def save_refused(rank: int, directory: Path, is_async: bool) -> list[str]:
 
     saver = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="raise"))
     weight = torch.arange(12.0).reshape(3, 4)
+    made(directory)
 
     def save() -> None:
         state = {"w": ShardedTensor.from_rank_offsets("w", weight, replica_id=rank)}
@@ -245,9 +246,14 @@ def save_refused(rank: int, directory: Path, is_async: bool) -> list[str]:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_save_of_diverged_replicas_is_refused_on_all_ranks(tmp_path: Path, is_async: bool) -> None:
-    for message in run_megatron_ranks(save_refused, 2, tmp_path, is_async):
-        assert "w: ranks 1 hold other bits than rank 0 in the slice at [0, 0] of sizes [3, 4]" in message
+def refused_in_each_way(rank: int, directory: Path) -> list[str]:
+    return [save_refused(rank, directory / str(is_async), is_async) for is_async in (False, True)]
+
+
+def test_a_save_of_diverged_replicas_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for messages in run_megatron_ranks(refused_in_each_way, 2, tmp_path):
+        for message in messages:
+            assert "w: ranks 1 hold other bits than rank 0 in the slice at [0, 0] of sizes [3, 4]" in message
     saved = torch.arange(12.0).reshape(3, 4) + 1
-    assert checkpoint_fingerprint(tmp_path).tensors["w"].crc32 == zlib.crc32(saved.numpy())
+    for is_async in (False, True):
+        assert checkpoint_fingerprint(tmp_path / str(is_async)).tensors["w"].crc32 == zlib.crc32(saved.numpy())

@@ -113,25 +113,18 @@ def _train(rank: int, run: str, iterations: int, options: SaveOptions) -> list[s
     return [text for text in said if "removed" in text]
 
 
-OPTIONS = SaveOptions(keep_last=2, keep_every=4)
-
-
-def test_a_run_keeps_the_optimizer_of_its_newest_checkpoints_and_every_fourth(tmp_path: Path) -> None:
-    """The second one goes before it has lost it."""
-    said, _ = run_ranks(_train, 2, str(tmp_path), 7, SaveOptions(keep_last=5, keep_every=4, keep_optimizer_last=2))
-    listed = {one.checkpoint.iteration: one.checkpoint.removed for one in list_run(tmp_path).checkpoints}
+def test_a_run_keeps_its_newest_checkpoints_and_every_fourth_and_fewer_optimizers(tmp_path: Path) -> None:
+    """The second one goes before it has lost its optimizer."""
+    options = SaveOptions(keep_last=5, keep_every=4, keep_optimizer_last=2)
+    said, of_others = run_ranks(_train, 2, str(tmp_path), 7, options)
+    assert of_others == []
+    checkpoints = [listed.checkpoint for listed in list_run(tmp_path).checkpoints]
+    assert all(checkpoint.whole for checkpoint in checkpoints)
+    listed = {checkpoint.iteration: checkpoint.removed for checkpoint in checkpoints}
     assert [iteration for iteration, removed in listed.items() if removed is None] == [4, 6, 7]
     assert all("by keep_optimizer_last=2" in removed.said for removed in listed.values() if removed is not None)
     assert [iteration for iteration, removed in listed.items() if removed is not None] == [3, 5]
     assert re.search("removed the optimizer's state of .*iter_0000005", " ".join(said))
-
-
-def test_a_run_keeps_its_newest_checkpoints_and_every_fourth(tmp_path: Path) -> None:
-    said, of_others = run_ranks(_train, 2, str(tmp_path), 7, OPTIONS)
-    assert there(str(tmp_path)) == ["iter_0000004", "iter_0000006", "iter_0000007"]
-    assert all(listed.checkpoint.whole for listed in list_run(tmp_path).checkpoints)
-    assert "iter_0000005" in " ".join(said)
-    assert of_others == []
 
 
 def test_a_run_in_an_object_store_does_so(object_directory: ObjectDirectory) -> None:
@@ -196,11 +189,15 @@ def _export_all(run: Path, *names: str, **options: Any) -> list[str]:
 def test_models_are_exported_beside_training_the_newest_first(
     model: Path, run: Path, object_directory: ObjectDirectory, tmp_path: Path
 ) -> None:
+    others = tmp_path / "models/iter_0000009.partial/model.safetensors"  # which another run has begun
+    others.parent.mkdir(parents=True)
+    others.touch()
     for place in (str(tmp_path / "models"), f"{object_directory.url}/models"):
         said = _export_all(
             run, "iter_0000001", "iter_0000002", "iter_0000003", export_to=place, export_config=str(model)
         )
         assert any("iter_0000003: exported to" in text for text in said)
+        assert not any("iter_0000009" in text for text in said)
         listed = {each.checkpoint.name: each.exported for each in list_run(run).checkpoints}
         assert listed["iter_0000003"]
         skipped = [name for name, exported in listed.items() if not exported]
@@ -211,7 +208,8 @@ def test_models_are_exported_beside_training_the_newest_first(
         assert all(torch.equal(found[key], tensor) for key, tensor in model_tensors().items())
         storage.delete("model.safetensors.index.json")  # it comes last
         assert not any(each.exported for each in list_run(run).checkpoints if each.checkpoint.name == "iter_0000003")
-    assert sum(path.suffix == ".partial" for path in (tmp_path / "models").iterdir()) == 0
+    assert [path for path in (tmp_path / "models").iterdir() if path.suffix == ".partial"] == [others.parent]
+    assert others.exists()
 
 
 def test_two_runs_of_one_trainer_are_looked_after_each_by_itself(model: Path, run: Path, tmp_path: Path) -> None:
@@ -234,19 +232,16 @@ def test_neither_models_nor_copies_go_into_the_run_itself(run: Path) -> None:
         mcore_ckpt.FileSystemWriterAsync(run / "any name", options=options)  # of which neither is made
 
 
-@pytest.mark.parametrize("is_there", [True, False], ids=["there", "removed meanwhile"])
-def test_an_export_that_was_interrupted_is_finished_behind_the_newest(
-    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(target_directory, "_appear", mock.Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            mcore_ckpt.export_checkpoint(run / "iter_0000001", tmp_path / "models/iter_0000001", to="hf")
-    if not is_there:
-        shutil.rmtree(run / "iter_0000001")
-    said = _export_all(run, "iter_0000002", export_to=str(tmp_path / "models"), export_config=str(model))
+def test_an_export_that_was_interrupted_is_finished_behind_the_newest(model: Path, run: Path, tmp_path: Path) -> None:
+    """Of two, one is of a checkpoint that was removed meanwhile."""
+    for name in ("iter_0000001", "iter_0000002"):
+        stopped = mock.patch.object(target_directory, "_appear", side_effect=KeyboardInterrupt)
+        with stopped, pytest.raises(KeyboardInterrupt):
+            mcore_ckpt.export_checkpoint(run / name, tmp_path / "models" / name, to="hf")
+    shutil.rmtree(run / "iter_0000002")
+    said = _export_all(run, "iter_0000003", export_to=str(tmp_path / "models"), export_config=str(model))
     exported = [text.partition(": exported")[0][-12:] for text in said if ": exported to" in text]
-    assert exported == ["iter_0000002", "iter_0000001"][: 1 + is_there]
+    assert exported == ["iter_0000003", "iter_0000001"]
     assert {path.name for path in (tmp_path / "models").iterdir()} == {*exported}
 
 
@@ -262,29 +257,30 @@ def test_a_model_that_cannot_be_exported_is_one_warning_at_its_save(run: Path, t
     assert not any((tmp_path / "models").glob("*"))
 
 
-@pytest.mark.parametrize("error", [None, OSError(errno.EIO, "broken")], ids=["saved", "failed"])
 def test_an_export_writes_nothing_while_training_waits_for_a_save(
-    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | None
+    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save is held until the export waits for it; when the save has ended, or failed, the export goes on."""
-    models, options = tmp_path / "models", SaveOptions(keep_last=9)
-    upkeep.checkpoint_published(run / "iter_0000002", options)  # starts the process
-    write = staging.write_files
+    """The save is held until the export waits for it; when the save has failed, or ended, the export goes on."""
+    options = SaveOptions(keep_last=9)
+    upkeep.checkpoint_published(run / "iter_0000001", options)  # starts the process
+    write, errors = staging.write_files, [OSError(errno.EIO, "broken")]
 
     def held(*args: Any, **named: Any) -> Any:
+        before = upkeep._started[-1].page.turns_awaited
         upkeep.checkpoint_published(run / "iter_0000003", SaveOptions(export_to=str(models)))
-        until(lambda: upkeep._started[-1].page.turns_awaited > 0)
+        until(lambda: upkeep._started[-1].page.turns_awaited > before)
         assert not any(any(path.read_bytes()) for path in models.glob("iter_*/*.safetensors"))
-        if error is not None:
-            raise error
+        if errors:
+            raise errors.pop()
         return write(*args, **named)
 
     monkeypatch.setattr(staging, "write_files", held)
-    writer = mcore_ckpt.FileSystemWriterAsync(run / "iter_0000004", options=options)
-    with contextlib.nullcontext() if error is None else pytest.raises(CheckpointException, match="broken"):
-        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    for models in (tmp_path / "beside a failure", tmp_path / "models"):
+        writer = mcore_ckpt.FileSystemWriterAsync(run / "iter_0000004", options=options)
+        with pytest.raises(CheckpointException, match="broken") if errors else contextlib.nullcontext():
+            dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        until((models / "iter_0000003/model.safetensors").exists)
     upkeep._finish()
-    assert (models / "iter_0000003/model.safetensors").exists()
 
 
 def test_threads_have_one_process_and_each_counts_its_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,12 +340,3 @@ def test_a_save_after_the_trainers_last_wait_is_published_and_says_what_is_left(
     assert "the trainer ends, and has waited for it already. The next run removes old checkpoints" in text
     assert [each.checkpoint.whole for each in list_run(run).checkpoints] == [True] * 4
     assert all(work.dead for work in upkeep._started)
-
-
-def test_what_another_run_has_begun_is_left_without_a_word(model: Path, run: Path, tmp_path: Path) -> None:
-    others = tmp_path / "models/iter_0000009.partial/model.safetensors"
-    others.parent.mkdir(parents=True)
-    others.touch()
-    said = _export_all(run, "iter_0000002", export_to=str(tmp_path / "models"), export_config=str(model))
-    assert not any("iter_0000009" in text for text in said)
-    assert others.exists()
