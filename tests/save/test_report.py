@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.megatron import strategy
+from mcore_ckpt.megatron.strategy import Curves
 from mcore_ckpt.save.transaction import Span, write_trace
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
@@ -107,15 +108,19 @@ def scalars_of_the_last_rank(rank: int, path: Path) -> dict[str, tuple[float, in
 
     pretend_cuda()
     found: dict[str, tuple[float, int]] = {}
+    has_all = threading.Event()
 
     def add_scalar(name: str, value: float, step: int) -> None:
         found[name] = value, step
+        if name == "mcore_ckpt/load/bytes_per_second":
+            has_all.set()
 
     if rank == 0:
         saved_and_loaded(path, rank, 2)
         return found
     with megatrons_writers(add_scalar):
         saved_and_loaded(path, rank, 2)
+        assert has_all.wait(60)
     return found
 
 
@@ -131,12 +136,38 @@ def test_what_a_save_and_a_load_cost_is_among_the_curves_of_the_rank_that_has_wr
     assert "mcore_ckpt/save/replicas_that_differ" not in last
 
 
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves that have not warned yet."""
+    monkeypatch.setattr("mcore_ckpt.megatron.strategy.show", Curves().show)
+
+
+@pytest.mark.usefixtures("curves")
 def test_a_writer_that_fails_costs_a_save_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    strategy._warn_of_curves.cache_clear()
-    add_scalar = mock.Mock(side_effect=OSError("the event file is on a full disk"))
-    with megatrons_writers(add_scalar):
+    calls: list[str] = []
+    all_have_failed = threading.Event()
+
+    def fails(name: str, *_: object) -> None:
+        calls.append(name)
+        if len(calls) == 4:
+            all_have_failed.set()
+        raise OSError("the event file is on a full disk")
+
+    with megatrons_writers(fails):
         for step in range(2):
             saved_and_loaded(tmp_path / f"iter_000000{step}")
-    assert add_scalar.call_count == 4
+        assert all_have_failed.wait(60)
     (warning,) = [record.message for record in caplog.records if "curves" in record.message]
     assert "the event file is on a full disk" in warning
+
+
+@pytest.mark.usefixtures("curves")
+def test_a_writer_that_hangs_keeps_no_save_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    go = threading.Event()
+    with megatrons_writers(lambda *_: go.wait(60)):
+        for step in range(10):  # saves and loads: twenty
+            saved_and_loaded(tmp_path / f"iter_000000{step}")
+        assert not go.is_set()
+        go.set()
+    (warning,) = [record.message for record in caplog.records if "curves" in record.message]
+    assert "has not taken those of 16 saves and loads" in warning
