@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, StrategyNotFoundError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host, names_second_tier
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.directory.in_force import iteration_of
@@ -345,11 +345,12 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             with of_one_save(reader.index, reader.index_version):
                 yield reader
             check_common(path, identity_of(reader.index.manifest, tuple(reader.index_version or ())), reader.index)
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            if self.options.drain_to is not None and first_of_this_host(rank):
-                from mcore_ckpt.save.upkeep import run_loaded
+            if names_second_tier() and first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
+                saving = SaveOptions.from_environment()
+                if saving.drain_to is not None:
+                    from mcore_ckpt.save.upkeep import run_loaded
 
-                run_loaded(path, SaveOptions.from_environment(), self.options.local_tier)
+                    run_loaded(path, saving, self.options.local_tier)
             _tell_load(reader, before, time.monotonic() - started_s)
 
     def _opened(self, path: Path) -> CheckpointReader:
