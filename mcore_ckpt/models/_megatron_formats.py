@@ -192,6 +192,12 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         found.append(RankFiles(tp, pp, ep, folder, model))
     assert shown is not None
     found.sort(key=lambda rank: (rank.pp, rank.ep, rank.tp))
+    # (Of a stage's ranks the tensors tell which are missing. One without layers would be missed by nothing.)
+    if lost := sorted({*range(shown.layout.pp)} - {rank.pp for rank in found}):
+        raise CorruptCheckpointError(
+            f"{directory}: the files of pipeline stage {lost[0]} are not there; the arguments are of {shown.layout}. "
+            "The copy is incomplete"
+        )
     iterations = {repr(rank.state.get("iteration")): rank for rank in found}
     if len(iterations) > 1:
         first, second = list(iterations.items())[:2]

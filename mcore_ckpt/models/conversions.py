@@ -23,7 +23,7 @@ from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.core.team import Progress
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
-from mcore_ckpt.format.metadata_read import HF_INDEX, METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_read import HF_INDEX, METADATA_FILE
 from mcore_ckpt.load.checks import Problem, check_file
 from mcore_ckpt.models._foreign import (
     NO_INDEX,
@@ -38,7 +38,15 @@ from mcore_ckpt.models._foreign import (
 )
 from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._megatron_formats import import_fsdp, legacy_import
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, convert, in_dtype
+from mcore_ckpt.reshard.conversion import (
+    Conversion,
+    ConversionReport,
+    KeyPlan,
+    SourceFiles,
+    convert,
+    in_dtype,
+    index_of_plan,
+)
 from mcore_ckpt.reshard.merge import merged
 from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, MergeOptions, ReshardOptions, rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
@@ -93,8 +101,8 @@ def export_checkpoint(
     places = Places(checkpoint_directory(source), checkpoint_path(target))
 
     def plan(how: ExportOptions) -> Conversion:
-        index = read_index(places.source)
-        return export_model(index, how) if to == "hf" else _export_tensors(to, index, how)
+        with index_of_plan(places.source) as index:
+            return export_model(index, how) if to == "hf" else _export_tensors(to, index, how)
 
     return convert(plan, places, how, dry_run=dry_run, progress=progress)
 
@@ -170,9 +178,9 @@ def merge_checkpoints(
 ) -> ConversionReport:
     """Make the weighted average of the models in several checkpoints, whatever the layout of each.
 
-    Each element is summed in float64 in the order of `sources` and rounded once, so its bits depend on no layout.
-    Integers, extra states of modules and arguments are the last source's. Optimizer, random states and iteration are
-    left out: a job starts from the target with `--finetune`.
+    Each element is summed in the order of `sources`, in float64 (in float32, if it has 16 bits), and rounded once, so
+    its bits depend on no layout. Integers, extra states of modules and arguments are the last source's. Optimizer,
+    random states and iteration are left out: a job starts from the target with `--finetune`.
 
     Args:
         sources: directories of checkpoints of one model, or of runs, whose tracker files name them; never written to.

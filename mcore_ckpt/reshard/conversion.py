@@ -37,14 +37,21 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect, relative, runs
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ChecksumError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+)
 from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.core.team import Progress, current_team
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import sync_folders
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item import element_bytes
-from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index, read_index
 from mcore_ckpt.image.layout import PlannedFile, WrittenFile
 from mcore_ckpt.image.writer import ImageStream, ImageWriter, WindowPool
 from mcore_ckpt.load.records import item_name, padded_range
@@ -55,6 +62,7 @@ from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up
 from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools.inspection import index_version
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, check_sum
 from mcore_ckpt.tools.regrid import SLAB_BYTES, assembled, blocks, slabs
 from mcore_ckpt.tools.runs import Places
@@ -472,6 +480,23 @@ class SourceFiles:
         except CheckpointNotFoundError as error:
             raise replaced_error(self._index.path) from error
         raise replaced_error(self._index.path)
+
+
+@contextlib.contextmanager
+def index_of_plan(directory: Path) -> Iterator[CheckpointIndex]:
+    """The index of a source, for the plan in the block. Raises `LoadError` if a save has replaced the source, also
+    where an error in the block calls it incomplete or damaged for that.
+    """
+    version = index_version(directory)
+    index = read_index(directory)
+    try:
+        yield index
+    except CheckpointError as error:
+        if index_version(directory) != version:
+            raise replaced_error(index.path) from error
+        raise
+    if index_version(directory) != version:
+        raise replaced_error(index.path)
 
 
 def replaced_error(source: str) -> LoadError:

@@ -49,7 +49,7 @@ _LEFT_OUT: Final = (
 _READ_PART: Final = 8
 _MOST_READ_BYTES: Final = 4 * 1024 * 1024
 _LEAST_READ_BYTES: Final = 256 * 1024
-# What float32 can sum, unless weights of both signs cancel most of one another, or are beyond all measure.
+# What float32 can sum, unless weights of both signs cancel most of one another.
 _NARROW: Final = {"float16", "bfloat16"}
 # Elements whose sums stay in a processor's cache.
 _BATCH_ELEMS: Final = 64 * 1024
@@ -277,12 +277,11 @@ def weighted_average(
     contents: Sequence[tuple[memoryview, str]], weights: Sequence[float], to: str, out: memoryview
 ) -> None:
     """Fill `out` with the average, summed in order, rounded once to `to`. `FloatingPointError`: infinite."""
-    whole, count = math.fsum(weights), len(out) // element_bytes(to)
-    in_singles = (
-        {to, *(dtype for _, dtype in contents)} <= _NARROW
-        and 2 * abs(whole) >= math.fsum(map(abs, weights))
-        and 2.0**-64 < abs(whole) < 2.0**64
-    )
+    whole, all_weights, count = math.fsum(weights), math.fsum(map(abs, weights)), len(out) // element_bytes(to)
+    in_singles = {to, *(dtype for _, dtype in contents)} <= _NARROW and 2 * abs(whole) >= all_weights
+    if in_singles:  # by a power of two, after which no sum is larger than the largest element
+        exponent = math.frexp(all_weights)[1]
+        weights, whole = [math.ldexp(weight, -exponent) for weight in weights], math.ldexp(whole, -exponent)
     scratch = *np.empty((2, _BATCH_ELEMS), np.float32 if in_singles else np.float64), np.empty(_BATCH_ELEMS, np.uint32)
     with np.errstate(over="raise", invalid="ignore"):
         for at in range(0, count, _BATCH_ELEMS):

@@ -28,7 +28,6 @@ from mcore_ckpt.format.metadata_read import (
     INTEGRITY_FILE,
     METADATA_FILE,
     read_common_file,
-    read_index,
     read_small_file,
 )
 from mcore_ckpt.load.checks import check_file
@@ -40,7 +39,7 @@ from mcore_ckpt.reshard.conversion import (
     arguments_of,
     convert,
     in_dtype,
-    replaced_error,
+    index_of_plan,
 )
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
@@ -49,7 +48,6 @@ from mcore_ckpt.reshard.rewriting import Rewritten, convert_optimizer, in_other_
 from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.inspection import index_version
 from mcore_ckpt.tools.keys import (
     is_optimizer_key,
     key_filter,
@@ -110,17 +108,16 @@ class Opened:
 @contextmanager
 def opened(directory: Path) -> Iterator[Opened]:
     """Open a source; an error in the block closes it, and so does a save that has replaced it. Raises `LoadError`."""
-    version = index_version(directory)
-    index = read_index(directory)
-    files = SourceFiles(index)
-    refuse_incomplete(directory, index)
-    payloads = StoredPayloads(index)
+    payloads: StoredPayloads | None = None
     try:
-        yield Opened(index, files, read_plain_state(index), payloads)
-        if index_version(directory) != version:
-            raise replaced_error(index.path)
+        with index_of_plan(directory) as index:
+            files = SourceFiles(index)
+            refuse_incomplete(directory, index)
+            payloads = StoredPayloads(index)
+            yield Opened(index, files, read_plain_state(index), payloads)
     except BaseException:
-        payloads.close()
+        if payloads is not None:
+            payloads.close()
         raise
 
 

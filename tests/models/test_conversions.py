@@ -29,7 +29,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import HF_INDEX, read_index
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_rename_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
@@ -409,6 +409,31 @@ class TestSourceThatIsReplaced:
         monkeypatch.setattr(StoredPayloads, "locate", locate)
         with pytest.raises(LoadError, match="replaced the checkpoint"):
             export_checkpoint(source, tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            export_checkpoint,
+            lambda source, target: merge_checkpoints([source], target),
+            partial(reshard_checkpoint, tp=1, pp=1),
+        ],
+        ids=["export", "merge", "reshard"],
+    )
+    def test_while_its_files_are_looked_for(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., object]
+    ) -> None:
+        original = conversion.SourceFiles._look
+
+        def look(files: conversion.SourceFiles) -> dict[str, list[int]]:
+            self.replace(source)
+            for file in source.glob("*.distcp"):
+                file.rename(file.with_name(f"later{file.name}"))  # as after a save whose files have names of their own
+            return original(files)
+
+        monkeypatch.setattr(conversion.SourceFiles, "_look", look)
+        with pytest.raises(LoadError, match="replaced the checkpoint"):
+            make(source, tmp_path / "t")
         assert not (tmp_path / "t").exists()
 
     @pytest.mark.parametrize(

@@ -180,6 +180,13 @@ def test_files_that_are_not_one_checkpoint_end_in_errors_of_ours(spoil: Any, tmp
     refused(source, CheckpointError, f"{source}|mp_rank_0")
 
 
+def test_a_lost_stage_without_layers_is_missed(tmp_path: Path) -> None:
+    """It may hold the embedding, or the output layer, alone."""
+    source = Model(1, 2, torch.float32).save(tmp_path / "iter_0000007")
+    _changing(lambda state: vars(state["args"]).update(pipeline_model_parallel_size=3))(source)
+    refused(source, CorruptCheckpointError, "pipeline stage 2 are not there")
+
+
 def test_nothing_that_a_file_names_is_called_or_carried(tmp_path: Path) -> None:
     source = Model(1, 1, torch.float32).save(tmp_path / "iter_0000007", odd=_Harm(tmp_path / "made"))
     report = import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
