@@ -192,7 +192,7 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         found.append(RankFiles(tp, pp, ep, folder, model))
     assert shown is not None
     found.sort(key=lambda rank: (rank.pp, rank.ep, rank.tp))
-    # (Of a stage's ranks the tensors tell which are missing. One without layers would be missed by nothing.)
+    # Tensors tell which ranks of a stage are missing, but not that a stage without layers is.
     if lost := sorted({*range(shown.layout.pp)} - {rank.pp for rank in found}):
         raise CorruptCheckpointError(
             f"{directory}: the files of pipeline stage {lost[0]} are not there; the arguments are of {shown.layout}. "
