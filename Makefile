@@ -33,12 +33,11 @@ help:
 venv: $(INSTALLED)  ## make .venv with everything that CI uses
 
 # torch comes first and alone: its requirements decide those of everything else, and when it fails the reason is plain.
-# Nothing is compiled ahead of its use: of 7,500 modules most are never imported.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { python="$(PYTHON)"; python="$${python:-$$(scripts/find_python.sh 3.11 3.12 3.10)}" \
 	    && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --no-compile torch
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRA)]'
+	$(BIN)/python -m pip install --quiet torch
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	@touch $@
 
 demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other layouts, compared bit for bit
@@ -96,7 +95,7 @@ site: $(VENV)/docs.stamp  ## the site below build/site, strictly
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --quiet
 
 $(VENV)/docs.stamp: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 dist: $(INSTALLED)  ## wheel and sdist; the wheel in empty environments, with torch alone and with [megatron]: minutes
