@@ -278,16 +278,17 @@ def _under_this_division(state: Any, call: MegatronLoad, index: CheckpointIndex,
     """The state dict as a load of that checkpoint would ask for it; the call gets what that load would need. One of DCP
     comes as shards.
     """
-    made: list[Any] = []
+    made: Any = None
     of_dcp: dict[str, Any] = {}
 
     def make() -> tuple[bool, dict[str, int]]:
-        made.append(state() if callable(state) else state)
-        if isinstance(made[0], dict) and next(leaves(made[0]), None) is None:
-            values = {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in made[0].items()}
+        nonlocal made
+        made = state() if callable(state) else state
+        if isinstance(made, dict) and next(leaves(made), None) is None:
+            values = {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in made.items()}
             of_dcp.update(flatten_state_dict(values)[0])
         undivided = (key for key, one in of_dcp.items() if not hasattr(one, "placements"))
-        return has_flat_state(made[0]), dict.fromkeys(undivided, group.rank)
+        return has_flat_state(made), dict.fromkeys(undivided, group.rank)
 
     def merge(one: tuple[bool, dict[str, int]], other: tuple[bool, dict[str, int]]) -> tuple[bool, dict[str, int]]:
         return one[0] or other[0], {**other[1], **one[1]}
@@ -295,9 +296,9 @@ def _under_this_division(state: Any, call: MegatronLoad, index: CheckpointIndex,
     has_buckets, first = group.run_merged(_WHAT, make, merge, lambda both: both, wrap=LoadError)
     if has_buckets:
         with in_progress(call):
-            return under_this_division(made[0], call)
+            return under_this_division(made, call)
     if of_dcp.keys().isdisjoint([*index.tensors, *index.objects]):
-        return made[0]
+        return made
     return [_shard_of(key, one, group.rank - first.get(key, group.rank)) for key, one in of_dcp.items()]
 
 

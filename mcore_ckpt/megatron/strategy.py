@@ -311,16 +311,17 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         group = None if call is None else call.group
         if group is None:
             group = coordination_group() if self._collective else RankGroup(None)
-        loaded: list[dict[str, Any]] = []
+        loaded: dict[str, Any] = {}
 
         def load() -> dict[Identity, int]:
+            nonlocal loaded
             goes_back = self.options.on_damaged == "go_back"
             with self._one_save(directory_to_read(named, self.options) if goes_back else named) as reader:
                 reader.ranks = 1 if call is not None and call.is_distributed else ranks_that_load_here()
                 reader.parameters = None if call is None else call.buckets
                 if call is not None:
                     call.filled_by = reader
-                loaded.append(_load(reader, sharded_state_dict))
+                loaded = _load(reader, sharded_state_dict)
             return {identity_of(reader.index.manifest, ()): group.rank}
 
         with MegatronErrors():
@@ -331,7 +332,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             if call is not None:
                 call.has_made("load")
         self.has_loaded = True
-        return loaded[0]
+        return loaded
 
     @contextlib.contextmanager
     def _one_save(self, path: Path) -> Iterator[CheckpointReader]:
