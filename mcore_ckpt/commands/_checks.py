@@ -160,7 +160,7 @@ def _verified(arguments: argparse.Namespace) -> Outcome:
         accepted = current_team().first("accept the common state", lambda: accept_common_file(directory))
     workers, lost_index = max(1, arguments.workers), other is not None
     report = verify_checkpoint(directory, workers=workers, optimizer=optimizer, lost_index=lost_index, progress=shown)
-    if other is not None and report.problems:
+    if other is not None and (report.problems or report.removed):
         report = repair_checkpoint(report, other, dry_run=arguments.dry_run, progress=shown)
     lines = _lines_of(report, other, accepted)
     if optimizer:
@@ -195,7 +195,7 @@ def _lines_of(report: VerifyReport, other: Path | None, accepted: str | None) ->
         held = "; ".join(_some([one_line(f"{name} in {key}") for name, key in report.refused.items()]))
         lines.append(f"loads need MCORE_CKPT_ALLOWED_CLASSES={one_line(','.join(report.refused))}: it holds {held}")
     if report.removed is not None:
-        lines.append(one_line(f"model only: {report.removed.said}; `mcore-ckpt copy` of a full copy brings it back"))
+        lines.append(one_line(f"model only: {report.removed.said}; `mcore-ckpt repair --from FULL_COPY` undoes it"))
     return [*lines, _verdict(report)]
 
 

@@ -330,7 +330,7 @@ def _refuse_removed(state: Any, call: MegatronLoad) -> None:
         if (removed := call.reader.index.removed) is not None:
             raise MissingKeyError(
                 f"{call.directory}: {removed.said}, and this job asks for it. Start from the model alone "
-                "(--no-load-optim or --finetune), or load a full copy of this checkpoint, or another one"
+                "(--no-load-optim or --finetune), or bring it back from a full copy (mcore-ckpt repair --from)"
             )
 
 

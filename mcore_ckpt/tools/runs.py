@@ -42,8 +42,16 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import PARTIAL, checkpoint_path
 from mcore_ckpt.core.team import current_team
-from mcore_ckpt.directory.copying import OF_THIS_PACKAGE, CheckpointFiles, copy_and_commit, files_of, refuse_others
-from mcore_ckpt.directory.in_force import RELEASE, index_files, is_checkpoint_name, iteration_of, tracked_name
+from mcore_ckpt.directory.copying import (
+    OF_THIS_PACKAGE,
+    CheckpointFiles,
+    Sent,
+    copy_and_commit,
+    files_of,
+    metadata_of,
+    refuse_others,
+)
+from mcore_ckpt.directory.in_force import RELEASE, is_checkpoint_name, iteration_of, tracked_name
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
     RunCheckpoint,
@@ -66,13 +74,21 @@ from mcore_ckpt.format.metadata_read import (
     TRACKER_FILE,
     parse_index,
     read_common_file,
+    read_index,
 )
 from mcore_ckpt.format.zip_records import layout_of_versions
 from mcore_ckpt.load.checks import check_data_files, global_shape
 from mcore_ckpt.storage.base import RangeReader, RangeWriter, Storage
 from mcore_ckpt.storage.resolve import lies_in, storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
-from mcore_ckpt.tools.keys import ParallelLayout, is_optimizer_key, layout_of_chunks, model_key, read_object
+from mcore_ckpt.tools.keys import (
+    ParallelLayout,
+    is_optimizer_key,
+    layout_of_chunks,
+    model_key,
+    read_object,
+    read_plain_state,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +234,28 @@ def _next_to_checkpoints(run: Path) -> tuple[str, ...]:
     return tuple(n for n in names if not (is_checkpoint_name(n.partition(PARTIAL)[0]) or n.startswith(OF_THIS_PACKAGE)))
 
 
-def _is_model_of(there: CheckpointIndex, full: CheckpointIndex) -> bool:
-    """Whether a checkpoint is what is left of another one, which has its optimizer's state."""
-    same = there.manifest is not None and full.manifest is not None and there.manifest.save_id == full.manifest.save_id
-    return same and there.removed is not None and full.removed is None
+def _refuse_other(there: CheckpointIndex, full: CheckpointIndex) -> None:
+    """Raise `CheckpointExistsError` unless a checkpoint is the model of another one, which has an optimizer: of
+    the same save, or of the same iteration and bit for bit the same.
+    """
+    why = "there is another checkpoint already"
+    if there.removed is not None:
+        manifests = [index.manifest for index in (there, full) if index.manifest is not None]
+        if not any(map(is_optimizer_key, (*full.tensors, *full.objects))):
+            why = f"it is model-only, and {full.path} has no optimizer's state either"
+        elif len(manifests) == 2 and manifests[0].save_id == manifests[1].save_id:
+            return
+        else:
+            from mcore_ckpt.tools.diff import model_fingerprint
+
+            own, other = (read_plain_state(index).get("iteration") for index in (there, full))
+            why = f"it is the model of iteration {own}, and {full.path} is of {other}"
+            if own == other:
+                differing = model_fingerprint(there).differing(model_fingerprint(full))
+                if not differing:
+                    return
+                why = f"its model is another than that of {full.path}, from {differing[0]} on"
+    raise CheckpointExistsError(f"{there.path}: {why}; copy into another directory, or remove it first")
 
 
 def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
@@ -279,29 +313,9 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     started_s = time.monotonic()
     places = places_of(source, target, same_format=True)
     given, taken = places.source, places.target
-    reads, writes = storage_at(given), storage_at(taken)
     if lies_in(taken, given):
         raise OptionError(f"{taken}: is the checkpoint to be copied, {given}, or lies inside it; copy it elsewhere")
-
-    def accepts(found: CheckpointFiles, there: bytes | None) -> None:
-        model_only = set[str]()
-        if there is not None:
-            if not _is_model_of(old := parse_index(there, str(taken)), found.index):
-                raise CheckpointExistsError(
-                    f"{taken}: there is another checkpoint already; copy into another directory, or remove it first"
-                )
-            model_only = {METADATA_FILE, *index_files(old)}
-        if writes.is_directory():
-            refuse_others(taken, {*found.data, *found.others, *model_only, *({COMMON_FILE} if found.common else ())})
-
-    def check(found: CheckpointFiles) -> None:
-        for name in (*found.data, *found.others):
-            writes.path(name)  # refuses a name that there cannot be
-        _refuse_damaged(given, found)
-
-    with reads.in_use(METADATA_FILE):
-        sent = copy_and_commit(given, taken, accepts=accepts, check=check)
-    assert sent is not None
+    sent = copy_into(given, taken)
     if current_team().rank == 0:
         places.finish()
     return CopyReport(
@@ -313,6 +327,36 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
         time.monotonic() - started_s,
         places.left_out,
     )
+
+
+def copy_into(given: Path, taken: Path, *, dry_run: bool = False) -> Sent:
+    """Copy a checkpoint into a directory that has none, or this one, or its model alone; raises as `copy_checkpoint`.
+    With `dry_run` write nothing, and return the names of its data files.
+    """
+    reads, writes = storage_at(given), storage_at(taken)
+
+    def accepts(found: CheckpointFiles, there: bytes | None) -> None:
+        if there != held:
+            raise CheckpointExistsError(f"{taken}: another checkpoint has just been published there; look at it first")
+        if there is None and writes.is_directory():
+            refuse_others(taken, {*found.data, *found.others, *({COMMON_FILE} if found.common else ())})
+
+    def check(found: CheckpointFiles) -> None:
+        for name in (*found.data, *found.others):
+            writes.path(name)  # refuses a name that there cannot be
+        _refuse_damaged(given, found)
+
+    with reads.in_use(METADATA_FILE):
+        held = metadata_of(writes)
+        if held not in (None, metadata_of(reads)):
+            _refuse_other(parse_index(held, str(taken)), read_index(given))
+        if dry_run:
+            found = files_of(given)
+            check(found)
+            return Sent(reads, writes, found.judged, [*found.data])
+        sent = copy_and_commit(given, taken, accepts=accepts, check=check)
+    assert sent is not None
+    return sent
 
 
 def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:

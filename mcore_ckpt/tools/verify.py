@@ -12,6 +12,8 @@ or where there are none its checksums, have to be those of the damaged checkpoin
 checksums hold in the copy: it is copied under a name of its own, made durable, and renamed. Nothing is written in
 place. The checkpoint is verified again then.
 
+A checkpoint without its optimizer's state gets it back from a full copy, which takes its place by a commit.
+
 A repair that ends early has put nothing in force that was not judged before, and can be repeated.
 """
 
@@ -71,6 +73,8 @@ from mcore_ckpt.load.ranges import Span
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, in_force
+from mcore_ckpt.tools.keys import is_optimizer_key
+from mcore_ckpt.tools.runs import copy_into
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.payloads import StoredPayloads
@@ -344,7 +348,8 @@ _COMPARED_ITEMS = 16
 def repair_checkpoint(
     report: VerifyReport, other: str | os.PathLike[str], *, dry_run: bool = False, progress: bool | None = False
 ) -> VerifyReport:
-    """Repair what `report` found, as far as the copy in `other` can, and verify again.
+    """Repair what `report` found, as far as the copy in `other` can, and verify again. A model-only checkpoint becomes
+    the full one that `other` has of the same save, or of the same iteration and model.
 
     Args:
         report: what `verify_checkpoint` returned; the checkpoint that it names is repaired.
@@ -360,10 +365,17 @@ def repair_checkpoint(
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
             describe the files that are to be repaired.
+        CheckpointExistsError: the checkpoint is model-only, and `other` is of another one, or model-only, too.
         LoadError: another save has replaced the copy meanwhile.
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
     copy, directory, team = checkpoint_directory(other), checkpoint_path(report.path), current_team()
+    if report.removed is not None and (not report.problems or any(map(is_optimizer_key, read_index(copy).tensors))):
+        names = tuple(copy_into(copy, directory, dry_run=dry_run).copied)
+        if dry_run:
+            return replace(report, would_repair=names)
+        again = verify_checkpoint(directory, progress=progress)
+        return replace(again, repaired=names, unmatched=again.problems)
     damaged = _Damaged(directory, copy, dry_run=dry_run) if team.rank == 0 else None
 
     def repair() -> tuple[VerifyReport, list[str]]:

@@ -37,7 +37,7 @@ from mcore_ckpt.tools.runs import copy_checkpoint, lineage_of_run
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import made, run_megatron_ranks
 from tests.support.local_files import names
-from tests.support.model_like import read_all, write_model
+from tests.support.model_like import model_tensors, read_all, write_model
 from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import exit_code, fork
@@ -168,22 +168,54 @@ def test_what_a_conversion_reads_stays_as_it_is(run: Path, tmp_path: Path) -> No
     assert found == ["a load is reading it"]
 
 
-def test_a_full_copy_brings_the_optimizer_back(tmp_path: Path) -> None:
-    run, full = tmp_path / "run", tmp_path / "full"
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("command", [["repair", "{old}", "--from", "{full}"], ["copy", "{full}", "{old}"]])
+def test_a_full_copy_brings_the_optimizer_back(tmp_path: Path, command: list[str]) -> None:
+    run, full, old = tmp_path / "run", tmp_path / "full", tmp_path / "run" / name_of(100)
     for iteration in ITERATIONS:
         state = {key: torch.full((3,), float(iteration)) for key in ("chained_encoder.weight", "optimizer.state.step")}
         dcp.save(state, storage_writer=FileSystemWriterAsync(run / name_of(iteration)), no_dist=True)
-    copy_checkpoint(run / name_of(100), full)
+    copy_checkpoint(old, full)
     remove_optimizers(run, keep_last=1, remove=True)
-    assert read_index(run / name_of(100)).tensors.keys() == {"chained_encoder.weight"}  # no chained optimizer's
+    assert read_index(old).tensors.keys() == {"chained_encoder.weight"}  # no chained optimizer's
     with pytest.raises(CheckpointExistsError):
         copy_checkpoint(full, run / name_of(200))
-    copy_checkpoint(full, run / name_of(100))
+    assert main([word.format(old=old, full=full) for word in command]) == 0
     assert model_only(run) == [200]
-    assert {path.name for path in (run / name_of(100)).iterdir()} == {path.name for path in full.iterdir()}
-    assert verify_checkpoint(run / name_of(100)).whole
+    assert contents(old) == contents(full)
     with pytest.raises(CheckpointExistsError):
         copy_checkpoint(run / name_of(200), full)
+
+
+def test_a_repair_compares_iteration_and_model_where_ids_do_not_tell(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a copy of what Megatron-Core has saved, and with one that was resharded."""
+    old = run / name_of(100)
+    copy, resharded = shutil.copytree(old, tmp_path / "copy"), tmp_path / "resharded"
+    reshard_checkpoint(copy, resharded, tp=1, pp=1)
+    write_model(tmp_path / "later", iteration=8)
+    write_model(tmp_path / "other", iteration=1, tensors=model_tensors() | {"output_layer.weight": torch.ones(48, 16)})
+    wrong = {
+        tmp_path / "later": "it is the model of iteration 1, and",
+        tmp_path / "other": "from output_layer.weight on",
+        run / name_of(200): "has no optimizer's state either",
+    }
+    for full in (copy, resharded):
+        os.utime(run / name_of(300) / METADATA_FILE)  # saved last
+        remove_optimizers(run, keep_last=1, remove=True)
+        before = contents(old)
+        for other, said in wrong.items():
+            assert main(["repair", str(old), "--from", str(other)]) == 2
+            assert said in capsys.readouterr().err.replace("\n", " ")
+        assert main(["repair", str(old), "--from", str(full), "--dry-run", "-q"]) == 0
+        assert "would repair: " in capsys.readouterr().out
+        assert contents(old) == before
+        assert main(["repair", str(old), "--from", str(full)]) == 0
+        assert contents(old) == contents(full)
 
 
 KEEPS: dict[str, Callable[[Path], object]] = {
@@ -208,11 +240,11 @@ def flip_a_weight(directory: Path) -> None:
 def test_what_keeps_its_optimizer_though_it_is_old(run: Path, reason: str) -> None:
     KEEPS[reason](run)
     every = 50 if "multiple" in reason else None
-    before = {path: path.read_bytes() for path in (run / name_of(100)).iterdir()}
+    before = contents(run / name_of(100))
     report = remove_optimizers(run, keep_last=1, keep_every=every, remove=True)
     assert reason in why(report, 100)
     assert model_only(run) == ([] if every else [200])
-    assert {path: path.read_bytes() for path in (run / name_of(100)).iterdir()} == before
+    assert contents(run / name_of(100)) == before
 
 
 def test_what_a_load_reads_keeps_it_until_the_load_has_ended(run: Path) -> None:
