@@ -26,7 +26,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -55,7 +55,7 @@ from mcore_ckpt.format.state_file import StateFile, read_state_file
 from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, in_dtype
-from mcore_ckpt.reshard.options import ImportOptions, PartitionRule, RenameRule, rename_keys
+from mcore_ckpt.reshard.options import ImportOptions, RenameRule, rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.target_directory import Target
@@ -763,15 +763,12 @@ def import_conversion(
     payloads: StoredPayloads,
     options: ImportOptions,
     layout: TargetLayout,
-    arguments: Mapping[str, Any],
     common: Callable[[set[str]], bytes],
+    report: ConversionReport,
     *,
-    format: str,
     keys: Callable[[], Iterable[KeyPlan]],
     tensors: Mapping[str, TensorView] | None = None,
     objects: Mapping[str, Any] | None = None,
-    rules: tuple[PartitionRule, ...] = (),
-    **more: Any,
 ) -> Conversion:
     """Plan the target of an import. `common` makes `common.pt` for the target's dtypes; no `tensors`: the source's."""
     files = SourceFiles(payloads.index)
@@ -781,7 +778,8 @@ def import_conversion(
         payloads = ViewPayloads(payloads, tensors, {key: contents[id(value)] for key, value in (objects or {}).items()})
     payloads = in_dtype(payloads, options.dtype)
     index = payloads.index
-    partitioner = Partitioner(index, rules=rules, arguments=arguments, chunks_tell=tensors is None)
+    arguments = report.arguments
+    partitioner = Partitioner(index, rules=options.rules, arguments=arguments, chunks_tell=tensors is None)
     is_asked = any(size is not None for size in (options.tp, options.pp, options.ep, options.etp))
     plan = make_plan(
         index,
@@ -801,9 +799,7 @@ def import_conversion(
         source=files,
         plan=plan.target,
         keys=keys,
-        report=ConversionReport(
-            format=format, target_layout=str(plan), arguments=arguments, objects=len(objects or ()), **more
-        ),
+        report=replace(report, target_layout=str(plan), objects=len(objects or ())),
         carry=carry,
         carried=(CONFIG_FILE, COMMON_FILE),
     )

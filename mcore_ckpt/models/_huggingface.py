@@ -91,6 +91,10 @@ _NOT_WRITTEN: Mapping[str, str] = {
     TRANSFORMERS_FILE: "the weights have their usual names",
     "quantization_config": "the weights are plain",
 }
+_NOT_FORWARDED = (
+    "the stored argument {} is {!r:.80}; config.json says {}, with which pretrain_gpt.py builds the model whatever "
+    "that option says. A job whose script gives it to GPTModel needs --rope-forwarded"
+)
 _PREDICTING, _JOINED = PREDICTING.partition("{")[0], ".eh_proj.weight"
 # Any of which makes a directory one that `AutoTokenizer.from_pretrained` can load a tokenizer from.
 _TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
@@ -127,11 +131,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions, derived: Stored
     check_tiled(index, keys)
     stored = arguments_of(read_plain_state(index))
     arguments = as_built(stored, forwarded=options.rope_forwarded)
-    notes = [
-        f"the stored argument {name} is {value!r:.80}; config.json says {built}, with which pretrain_gpt.py builds the "
-        "model whatever that option says. A job whose script gives it to GPTModel needs --rope-forwarded"
-        for name, value, built in contradictions(stored, arguments)
-    ]
+    notes = [_NOT_FORWARDED.format(*each) for each in contradictions(stored, arguments)]
     prefix = prefix_of(keys) or ""
     names = {key.removeprefix(prefix): key for key in keys}
     predicting = [name for name in names if name.startswith(_PREDICTING)]
@@ -388,14 +388,10 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
     config = read_config(model_directory)
     where = str(model_directory / CONFIG)
     family = family_of_config(config, where, options.arch).of_keys(stored.index.tensors)
-    model, absent = family.model(config), []
-    if model.predicting:
-        behind = f".layers.{model.layers}."
-        if not any(behind in f".{key}" for key in stored.index.tensors):
-            absent = [f"{model.predicting} layers that predict further tokens (not in the files of {directory})"]
-        if absent or not options.mtp:
-            config |= {name: 0 for name in PREDICTING_LAYERS if name in config}
-            model = family.model(config)
+    absent = _absent_layers(family.model(config), stored.index, directory)
+    if absent or not options.mtp:
+        config |= {name: 0 for name in PREDICTING_LAYERS if name in config}
+    model = family.model(config)
     _refuse_too_many(model, stored.index, where)
     arguments = family.arguments(config)
     # With a list of the layers that have experts Megatron asks for numbered ones, also where all are alike.
@@ -421,7 +417,6 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
         "transformer_impl": options.transformer_impl,
         **layout.arguments,
     }
-    left_out += [*absent, *optimizer.left_out, *opened.left_out]
     launched, more, notes = launch_state(optimizer, Training(), arguments, options.global_batch_size)
 
     def common(dtypes: set[str]) -> bytes:
@@ -431,9 +426,15 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
         payloads,
         options,
         layout,
-        arguments,
         common,
-        format=opened.kind,
+        ConversionReport(
+            format=opened.kind,
+            family=family.name,
+            config=config,
+            arguments=arguments,
+            notes=(*family.remarks(family.complete(config)), *launch_notes(arguments), *notes),
+            left_out=(*left_out, *absent, *optimizer.left_out, *opened.left_out),
+        ),
         keys=lambda: _rows(
             relation,
             lambda key: target_dtype(payloads.index.tensors[names[key]], options.dtype),
@@ -442,11 +443,15 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
         ),
         tensors=tensors,
         objects=extra_states(relation.parameters(), engine=options.transformer_impl == "transformer_engine"),
-        family=family.name,
-        config=config,
-        notes=(*family.remarks(family.complete(config)), *launch_notes(arguments), *notes),
-        left_out=tuple(left_out),
     )
+
+
+def _absent_layers(model: Model, index: CheckpointIndex, directory: Path) -> list[str]:
+    """What is said of layers that predict further tokens, if the files have none."""
+    behind = f".layers.{model.layers}."
+    if not model.predicting or any(behind in f".{key}" for key in index.tensors):
+        return []
+    return [f"{model.predicting} layers that predict further tokens (not in the files of {directory})"]
 
 
 def _matched(

@@ -54,7 +54,7 @@ from mcore_ckpt.models._foreign import (
     without_wrappers,
 )
 from mcore_ckpt.models._settings import expert_layers_of
-from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan
 from mcore_ckpt.reshard.options import ImportOptions
 from mcore_ckpt.reshard.parameter_orders import plain_values
 from mcore_ckpt.reshard.partition import (
@@ -526,17 +526,19 @@ def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
             payloads,
             options,
             layout_of(options, model.arguments.layout),
-            vars(common["args"]),
             lambda _: encode_state(common),
-            format="megatron-legacy",
+            ConversionReport(
+                format="megatron-legacy",
+                arguments=vars(common["args"]),
+                source_layout=str(model.arguments.layout),
+                left_out=tuple(model.left_out),
+            ),
             keys=lambda: (_row(model, key, partitions[key], view, options) for key, view in views.items()),
             tensors=views,
             objects=extra_states(
                 (shard.name for tensor in model.tensors.values() for shard in tensor.shards),
                 engine=arguments.values.get("transformer_impl") == "transformer_engine",
             ),
-            source_layout=str(model.arguments.layout),
-            left_out=tuple(model.left_out),
         )
     except BaseException:
         payloads.close()
@@ -613,15 +615,17 @@ def import_fsdp(opened: Opened, options: ImportOptions) -> Conversion:
         opened.payloads,
         options,
         layout,
-        arguments,
         lambda _: encode_state({"args": Namespace(**{**arguments, **more}), **state}),
-        format=opened.kind,
+        ConversionReport(
+            format=opened.kind,
+            family="Megatron's own names",
+            arguments=arguments,
+            notes=notes,
+            left_out=tuple(left_out),
+        ),
         keys=lambda: (row(prefix, name, key) for prefix, named in states.items() for name, key in named.items()),
         tensors=views,
         objects=extra_states(one.place for one in parameters.values()),
-        family="Megatron's own names",
-        notes=notes,
-        left_out=tuple(left_out),
     )
 
 

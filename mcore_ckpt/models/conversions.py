@@ -342,15 +342,12 @@ def _import_tensors(source: Path, options: ImportOptions) -> Conversion:
             payloads,
             options,
             layout_of(options),
-            {},
             lambda _: _common_state(options.common),
-            format=kind,
+            ConversionReport(format=kind, left_out=(*left_out[0], *left_out[1])),
             keys=lambda: (
                 KeyPlan(entry.fqn, 1, "as it is", key, entry.shape, entry.dtype)
                 for key, entry in payloads.index.tensors.items()
             ),
-            rules=options.rules,
-            left_out=(*left_out[0], *left_out[1]),
         )
     except BaseException:
         payloads.close()

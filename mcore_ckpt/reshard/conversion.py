@@ -638,11 +638,7 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
     payloads, plan, source = conversion.payloads, conversion.plan, conversion.source
     named = [] if plan.index_file is None else [plan.index_file[0]]
     total, workers = plan.payload_bytes, options.workers
-    # What has to be equal for a run to be resumed, by names for the message.
-    given = {flag_of(each): getattr(options, each.name) for each in fields(options) if each.name not in _OF_A_RUN}
-    work = {**source.described(), "format": conversion.report.format, **given, "plan": plan.fingerprint()}
-    fingerprint = json.dumps(work, default=str)
-    team = current_team()
+    fingerprint, team = _work_of(conversion, options), current_team()
     team.same("plan the conversion", fingerprint)
 
     def begin(made: Target) -> None:
@@ -697,6 +693,13 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
         "copy_s": copied - started,
         "verify_s": checked - copied,
     }
+
+
+def _work_of(conversion: Conversion, options: ConversionOptions) -> str:
+    """What has to be equal for a run to be resumed, as JSON, by names for the message."""
+    given = {flag_of(each): getattr(options, each.name) for each in fields(options) if each.name not in _OF_A_RUN}
+    form, plan = conversion.report.format, conversion.plan.fingerprint()
+    return json.dumps({**conversion.source.described(), "format": form, **given, "plan": plan}, default=str)
 
 
 def arguments_of(common: Mapping[str, Any]) -> dict[str, Any]:

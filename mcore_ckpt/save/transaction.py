@@ -120,10 +120,9 @@ def begin_save(
         ended = time.monotonic()
         save.spans = [Span("plan", began, planned)]
         if request.is_async:
-            staged = save.job.submitted_s
-            save.spans += [Span("stage", planned, staged), Span("dispatch", staged, ended)]
+            save.spans += [Span("stage", planned, save.job.submitted_s), Span("dispatch", save.job.submitted_s, ended)]
         else:
-            save.spans.append(Span("write", planned, ended))
+            save.spans += [Span("write", planned, ended)]
         return save
     except BaseException:
         save.abort()

@@ -276,6 +276,11 @@ class Difference:
     identical: bool
     measured: bool = True
 
+    def is_within(self, rtol: float, atol: float) -> bool:
+        """Whether elements differ by no more than either tolerance allows."""
+        is_close = self.max_abs <= atol or self.max_rel <= rtol
+        return not self.differing or (self.measured and not self.nan_mismatches and is_close)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
@@ -421,9 +426,8 @@ def diff_checkpoints(
         objects = [key for key in both if not in_a[key]]
         comparable = [key for key, (x, y) in pairs.items() if x.shape == y.shape]
         with StoredPayloads(left) as payloads_a, StoredPayloads(right) as payloads_b:
-            if values or state:
-                check_tiled(left, comparable)
-                check_tiled(right, comparable)
+            for index in (left, right) if values or state else ():
+                check_tiled(index, comparable)
             if state:
                 of_a, of_b = (
                     payloads_fingerprint(payloads, comparable, workers=workers, progress=progress).tensors
@@ -436,12 +440,7 @@ def diff_checkpoints(
             parts = current_team().divide("compare the objects", objects, lambda _: 1, compare)
             differing = [key for part in parts for key in part]
         common_values, not_compared = ([], ()) if only else _compare_common_states(left, right)
-    within = {
-        key
-        for key, one in results.items()
-        if not one.differing
-        or (one.measured and not one.nan_mismatches and (one.max_abs <= atol or one.max_rel <= rtol))
-    }
+    within = {key for key, one in results.items() if one.is_within(rtol, atol)}
     found = [
         TensorDiff(key, x.dtype, y.dtype, x.shape, y.shape, results.get(key), key in within, crcs.get(key))
         for key, (x, y) in pairs.items()
