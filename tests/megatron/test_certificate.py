@@ -376,7 +376,7 @@ def resume_job(rank: int, path: Path, shape: ModelShape, parallel: Parallel, fla
     return Job(shape, parallel, 9, layout="fully_reshardable", **flags).resume(path)
 
 
-TIED = ModelShape(layers=4, tied=True)  # of two layers Megatron-Core pads a bucket under PP 2, and tells it shifted
+TIED = ModelShape(tied=True)  # Megatron-Core pads a bucket of it under PP 2, and tells the three tensors behind shifted
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +397,7 @@ def saved_job(jobs: StandingRanks, tmp_path_factory: pytest.TempPathFactory) -> 
     ("ranks", "layout", "flags", "left"),
     [
         (2, Parallel(tensor=2), {}, ""),
-        (2, Parallel(pipeline=2), {"no_load_rng": True}, "compared: 2 objects (--no-load-rng)"),  # of several buckets
+        (2, Parallel(pipeline=2), {"no_load_rng": True}, "compared: 3 tensors (of an optimizer of several buckets"),
         (1, Parallel(), {"no_load_rng": True}, "compared: 2 objects (--no-load-rng)"),
         (2, Parallel(pipeline=2), {"finetune": True}, " tensors (--finetune), 2 objects"),
         (2, Parallel(), {"no_load_optim": True, "no_load_rng": True}, " tensors (--no-load-optim, --no-load-rng)"),

@@ -413,7 +413,7 @@ INDEX, BIN = f"{WHOLE}.index.json", "pytorch_model.bin"
         ([WHOLE], ["model.fp16.safetensors", "pytorch_model.fp16.bin"], WHOLE),
         ([FIRST, SECOND, INDEX], ["model.fp16.safetensors.index.json", f"{BIN}.index.json"], INDEX),
         ([WHOLE], [f"._{WHOLE}", f"._{INDEX}"], WHOLE),
-        (["weights.safetensors"], ["adapter_model.safetensors", "optimizer.safetensors"], "weights.safetensors"),
+        (["own.safetensors"], ["._own.safetensors", "optimizer.safetensors"], "own.safetensors"),
     ],
     ids="stale whole training adapter consolidated precision indexes apple unusual".split(),
 )

@@ -113,13 +113,15 @@ def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path, capsys: pyt
 
 
 def test_a_damaged_index_is_damage_and_no_index_is_an_error(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     content = (checkpoint / ".metadata").read_bytes()
     (checkpoint / ".metadata").write_bytes(content[: len(content) // 2])
     assert main(["verify", str(checkpoint)]) == 1
     shutil.copytree(checkpoint, tmp_path / "copy")
     (tmp_path / "copy" / ".metadata").write_bytes(content)
+    assert main(["repair", str(checkpoint), "--from", str(tmp_path / "copy")]) == 0
+    assert f"removed: {checkpoint}/.metadata: not a readable" in caplog.text
     (checkpoint / ".metadata").unlink()
     assert main(["verify", str(checkpoint)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
