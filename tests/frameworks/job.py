@@ -6,6 +6,7 @@ Resumes RUN as the framework does, trains to step STEPS and saves every two. Nam
     tensor: size of tensor parallelism, 1 unless given.
     dropout: 0.1 unless given.
     die: part of a path; rank 1 ends itself by SIGKILL when it has written a save into such a directory.
+    late: no save is finalized, and none published, ahead of the last step.
     kill_writer: a step; the writer process of rank 1 gets SIGKILL in the asynchronous save of that step.
 Others are for the framework: see `with_*.py`.
 
@@ -25,6 +26,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -119,7 +121,7 @@ def main(framework: str, run: str, steps: str, *fields: str) -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(logging.StreamHandler())
-    die, kill_writer = values.pop("die", None), values.pop("kill_writer", None)
+    die, kill_writer, late = (values.pop(name, None) for name in ("die", "kill_writer", "late"))
     if die and dist.get_rank() == 1:
         _die_in_saves_to(die)
     module = import_module(manager_of)
@@ -131,10 +133,12 @@ def main(framework: str, run: str, steps: str, *fields: str) -> None:
         mean = torch.tensor(job.train(step), dtype=torch.float64)
         dist.all_reduce(mean)
         sitecustomize._record("loss", iteration=step, loss=float(mean) / dist.get_world_size())
-        manager.between()
+        if not late:
+            manager.between()
         if step % SAVE_EVERY == 0:
             with _writer_is_killed() if step == kill_writer and dist.get_rank() == 1 else nullcontext():
                 manager.save(step)
+    assert not (late and [*Path(run).rglob(".metadata")])
     manager.finish()
     dist.barrier()
     dist.destroy_process_group()

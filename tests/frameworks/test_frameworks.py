@@ -221,8 +221,35 @@ def test_resumes_with_another_tensor_parallelism(framework: Framework, fields: t
     assert len(_certified(resumed)) == 1
 
 
+def test_a_base_that_swift_loads_below_adapters_for_one_data_parallel_rank_alone_is_named(tmp_path: Path) -> None:
+    """Of what adapters lie on, ms-swift 4.6.0 drops what another rank has read for this one; stock says nothing."""
+    SWIFT.train("ours", tmp_path / "base", tmp_path / "saved", steps=2)
+    base = f"base={tmp_path}/base/checkpoint-2"
+    refused = LORA.train("ours", tmp_path / "refused", tmp_path / "two", base, steps=1, expected_exit=None)
+    (differences,) = set(re.findall(r"NOT as saved: .*", refused.log))
+    assert {*re.findall(r"tensor \S+?([a-z_]+)\.\w+\[.*? on rank (\d)", differences)} == {
+        ("linear_proj", "0"),
+        ("linear_proj", "1"),
+    }
+    loaded = LORA.train("ours", tmp_path / "loaded", tmp_path / "one", base, "tensor=2", steps=1)
+    assert len(_certified(loaded)) == 1
+
+
 # Where verl has asynchronous saves.
-@pytest.mark.parametrize("stock", [VERL if VERL.asynchronous else SWIFT], ids=str, indirect=True)
+_ASYNCHRONOUS = pytest.mark.parametrize("stock", [VERL if VERL.asynchronous else SWIFT], ids=str, indirect=True)
+
+
+@_ASYNCHRONOUS
+def test_saves_that_are_finalized_late_are_published_then(stock: NeverEnded, tmp_path: Path) -> None:
+    """Those of verl are three requests each, all of which are in flight until then."""
+    framework, run = stock.framework, tmp_path / "run"
+    job = framework.train("ours", run, tmp_path / "log", *(framework.asynchronous or ()), "late=true")
+    stock.assert_resumed(job, run, 0)
+    for checkpoint in (*framework.checkpoints(run, 2), *framework.checkpoints(run, 4)):
+        assert_whole(checkpoint)
+
+
+@_ASYNCHRONOUS
 def test_a_writer_process_that_is_killed_costs_one_save(stock: NeverEnded, tmp_path: Path) -> None:
     framework, run = stock.framework, tmp_path / "run"
     fields = framework.asynchronous or ()

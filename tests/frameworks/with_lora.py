@@ -5,6 +5,7 @@ Without Transformer Engine mcore_bridge takes Megatron's own layers where it tak
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,12 @@ class Job(job.Job):
 
 
 class Manager(with_swift.Manager):
-    """Saves and loads as `with_swift`."""
+    """Saves and loads as `with_swift`; `base`: the folder of a checkpoint with the base, which is loaded ahead."""
 
     source, is_adapter = "mcore_adapter", True
+
+    def __init__(self, job: Any, base: str | None = None, **others: Any) -> None:
+        super().__init__(job, **others)
+        if base is not None:
+            args = Namespace(**vars(self._args), mcore_model=base)
+            with_swift.megatron_lm_utils.load_mcore_checkpoint(args, job.model, job.optimizer, job.scheduler)
