@@ -32,7 +32,7 @@ from mcore_ckpt.reshard import model_only as model_only_module
 from mcore_ckpt.reshard.model_only import remove_optimizers
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
-from mcore_ckpt.tools.keys import is_optimizer_key
+from mcore_ckpt.tools.keys import is_optimizer_key, read_object, stored_common_state
 from mcore_ckpt.tools.runs import copy_checkpoint, lineage_of_run
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import made, run_megatron_ranks
@@ -45,6 +45,7 @@ from tests.support.stored_layouts import stock_item
 from tests.tools.test_retention import name_of, why
 
 ITERATIONS = (100, 200, 300)
+GOLDEN = Path(__file__).parents[1] / "format" / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,28 @@ def test_what_a_conversion_reads_stays_as_it_is(run: Path, tmp_path: Path) -> No
     with mock.patch.object(conversion, "write_all", meanwhile):
         reshard_checkpoint(run / name_of(100), tmp_path / "made", tp=1, pp=1)
     assert found == ["a load is reading it"]
+
+
+def all_but_optimizer(directory: Path) -> dict[str, object]:
+    """Bytes of all tensors, objects and the common state but the optimizer's, by key."""
+    index, common = read_index(directory), stored_common_state(read_index(directory))
+    found: dict[str, object] = {"common.pt": common and common.content}
+    for key, tensor in read_all(directory).items():
+        found[key] = tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    found |= {key: read_object(index, entry) for key, entry in index.objects.items()}
+    return {key: value for key, value in found.items() if not is_optimizer_key(key)}
+
+
+@pytest.mark.parametrize("version", ["0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.19.2"])
+def test_what_each_version_has_saved(version: str, tmp_path: Path) -> None:
+    """To 0.15 the optimizer's state is ranges of flattened shards, from 0.19 the common state is an object."""
+    for iteration in (1, 2):
+        os.utime(shutil.copytree(GOLDEN / f"megatron-{version}", tmp_path / name_of(iteration)) / METADATA_FILE)
+    before = all_but_optimizer(tmp_path / name_of(1))
+    remove_optimizers(tmp_path, keep_last=1, remove=True)
+    assert model_only(tmp_path) == [1]
+    assert all_but_optimizer(tmp_path / name_of(1)) == before
+    assert not any(map(is_optimizer_key, read_all(tmp_path / name_of(1))))
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -408,7 +431,9 @@ JOBS: dict[str, tuple[ModelShape, Parallel, bool]] = {
     "flat": (replace(GATED, hidden=128), Parallel(tensor=2), True),
     "reshardable": (replace(GATED, hidden=128), Parallel(), False),
     "layer-wise": (replace(GATED, layer_wise=True), Parallel(tensor=2), False),
+    "layer-wise with experts": (replace(MOE_SEQUENTIAL, layer_wise=True), Parallel(expert=2), False),
     "chained": (MOE_SEQUENTIAL, Parallel(expert=2), True),
+    "chained, reshardable": (MOE_SEQUENTIAL, Parallel(expert=2), False),
 }
 
 
@@ -473,9 +498,10 @@ def test_a_job_starts_from_the_model_and_is_told_what_else_there_was(tmp_path: P
     run_megatron_ranks(train, 2, tmp_path, deadline_s=150)
     for name in JOBS:
         old = tmp_path / name / name_of(1)
-        before = sum(path.stat().st_size for path in old.iterdir())
+        before, stays = sum(path.stat().st_size for path in old.iterdir()), all_but_optimizer(old)
         assert main(["prune", str(tmp_path / name), "--optimizer-last", "1", "--yes"]) == 0
         share = sum(path.stat().st_size for path in old.iterdir()) / before
+        assert all_but_optimizer(old) == stays
         assert share <= 0.16 or JOBS[name][0].hidden < 128
         assert not any(map(is_optimizer_key, (*read_index(old).tensors, *read_index(old).objects)))
         assert verify_checkpoint(old).whole
