@@ -32,11 +32,14 @@ from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints, verify_weights
 from mcore_ckpt.reshard.model_only import _decide
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
+from mcore_ckpt.save import upkeep
+from mcore_ckpt.save.jobs import StatusPage
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
+from tests.models.test_huggingface import model_tensors, write_hf
 from tests.support import states
 from tests.support.checkpoint_reader import MIX, CheckpointReader, Found, reader
 from tests.support.fuse_memory import FuseMount, Misbehaviour
@@ -365,6 +368,23 @@ def _exported_dcp(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def _model_only(source: Path, directory: Path) -> None:
+    """Make a durable copy of a checkpoint whose optimizer's state was removed, and a full one next to the source."""
+    _with_optimizer(source, directory)
+    shutil.rmtree(full_copy(source), ignore_errors=True)
+    shutil.copytree(directory, full_copy(source))
+    _remove_optimizer(source, directory)
+
+
+def full_copy(source: Path) -> Path:
+    return source.with_name("full")
+
+
+def _export_in_background(source: Path, target: Path) -> None:
+    with contextlib.closing(StatusPage()) as page:
+        upkeep._answer_of(upkeep._EXPORTER, page.fd, str(source), str(target), None)
+
+
 _LOADS = {"safetensors": _exported_safetensors, "torch": _exported_torch, "dcp": _exported_dcp}
 _EXPORT_SHARD_BYTES = 200_000  # two files, and the list of what is in which
 
@@ -376,9 +396,10 @@ class Tool:
     work: Callable[[Path, Path], object]  # is given the source and the target
     before: Callable[[Path, Path], None] = _nothing  # makes what is there before, given both
     exported: str = ""  # in which format of others the target is; empty: it is a checkpoint
+    is_model: bool = False  # the source is one that Hugging Face has a family for
     tensors_only: bool = False  # it has neither objects nor a common state
     mends: bool = False  # the target is damaged before, which stock does not notice
-    in_place: bool = False  # it is a whole checkpoint before, too, with an optimizer's state
+    removes: bool | None = None  # it is a whole checkpoint before, too; whether its optimizer's state goes or comes
 
 
 def _export(to: Any, **options: Any) -> Callable[[Path, Path], object]:
@@ -392,9 +413,22 @@ TOOLS = {
     "export to safetensors": Tool(_export("safetensors", max_shard_bytes=_EXPORT_SHARD_BYTES), exported="safetensors"),
     "export to torch": Tool(_export("torch", max_shard_bytes=_EXPORT_SHARD_BYTES), exported="torch"),
     "export to DCP": Tool(_export("dcp"), exported="dcp"),
-    "remove the optimizer": Tool(_remove_optimizer, before=_with_optimizer, in_place=True),
+    "export to hf": Tool(_export("hf", max_shard_bytes=6_000), exported="safetensors", is_model=True),
+    "export in the background": Tool(_export_in_background, exported="safetensors", is_model=True),
+    "remove the optimizer": Tool(_remove_optimizer, before=_with_optimizer, removes=True),
+    "bring the optimizer back": Tool(
+        lambda source, target: _repair(full_copy(source), target), before=_model_only, removes=False
+    ),
     "repair": Tool(_repair, before=damaged_copy, mends=True),
 }
+
+
+def make_source(tool: Tool, ranks: StandingRanks, source: Path) -> None:
+    if tool.is_model:
+        import_checkpoint(write_hf(source.with_name("hf"), model_tensors()), source, kind="hf", tp=2)
+        return
+    source.mkdir()
+    save_well(ranks, 2, source, "in_line")
 
 
 def _use(rank: int, name: str, source: Path, target: Path) -> None:
@@ -407,15 +441,16 @@ def look_at_target(tool: Tool, readers: Readers, directory: Path, what: str) -> 
         if not directory.exists() or not any(directory.iterdir()):
             return None
         loaded = _LOADS[tool.exported](directory)
-        wanted = states.tensors(2)
+        wanted = model_tensors() if tool.is_model else states.tensors(2)
+        assert not tool.is_model or ((directory / "config.json").exists() and verify_weights(directory).whole), what
         assert loaded.keys() == wanted.keys(), f"{what}: {sorted(loaded)}"
         assert all(torch.equal(loaded[key], value) for key, value in wanted.items()), what
         return 2
     ours, stock = readers.look(directory, tensors_only=tool.tensors_only)
     told = f"{what}: ours {ours}, stock {stock}"
-    if tool.in_place:
+    if tool.removes is not None:
         assert ours.whole == stock.whole == ours.plain == stock.plain == 2, told
-        return 2 if read_index(directory).removed else None
+        return 2 if (read_index(directory).removed is not None) is tool.removes else None
     assert ours.whole in (2, None), told
     assert ours.plain == ours.whole or tool.mends, told
     if not tool.mends or ours.whole == 2:
@@ -456,8 +491,7 @@ def test_no_error_at_any_moment_harms_a_tool(
 ) -> None:
     ranks = rank_sets(2)
     tool, source = TOOLS[name], mount.path / "source"
-    source.mkdir()
-    save_well(ranks, 2, source, "in_line")
+    make_source(tool, ranks, source)
     given = content_of(source)
     probe = mount.path / "probe" / "c"
     probe.parent.mkdir()
@@ -497,8 +531,7 @@ def test_neither_kill_nor_loss_of_power_harms_what_a_tool_makes(
     name: str, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks], tmp_path: Path
 ) -> None:
     tool, source, ranks = TOOLS[name], mount.path / "source", rank_sets(2)
-    source.mkdir()
-    save_well(ranks, 2, source, "in_line")
+    make_source(tool, ranks, source)
     directory = mount.path / "c"
     tool.before(source, directory)
     found = check_each_moment(
