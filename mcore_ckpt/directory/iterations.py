@@ -47,10 +47,10 @@ from mcore_ckpt.format.metadata_read import (
     CONFIG_FILE,
     checked_footer,
     encode_config,
-    open_index,
     read_common_file,
     read_config,
     read_index,
+    read_index_and_version,
     read_small_file,
 )
 from mcore_ckpt.format.state_file import read_plain
@@ -211,9 +211,8 @@ def _look_once(directory: Path, tracked: str | None) -> tuple[RunCheckpoint, Che
     newer = drain = None
     try:
         sizes = storage.sizes()
-        with open_index(directory) as opened:
-            index = read_index(directory, strict=False, opened=opened)
-            saved_at_s = None if opened.version is None else opened.version.modified_ns / 1e9
+        index, version = read_index_and_version(directory, strict=False)
+        saved_at_s = None if version is None else version.modified_ns / 1e9
         drain = _drain_of(directory, index, sizes)
         found = list(itertools.islice(_problems(directory, index, sizes, drain), _MAX_PROBLEMS))
     except NewerFormatError as error:

@@ -9,9 +9,11 @@ package wrote is read from the columns of its manifest, all else from the pickle
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +35,7 @@ from mcore_ckpt.format.integrity import (
     split_metadata,
 )
 from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES
-from mcore_ckpt.storage.base import RangeReader, Storage
+from mcore_ckpt.storage.base import FileVersion, RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 METADATA_FILE = ".metadata"
@@ -55,6 +57,8 @@ MAX_METADATA_BYTES = 4 * 1024**3
 MAX_CONFIG_BYTES = 1024 * 1024
 # What is not sharded: arguments, schedules, at most a few tensors. Every rank reads all of it.
 MAX_COMMON_BYTES = 4 * 1024**3
+# For a tenth of a second GlusterFS with two bricks has given a new `.metadata` the length of the one before it.
+_LOOKS, _PAUSE_S = 8, 0.1
 _METADATA_OF_RANK = re.compile(r"__(\d+)" + re.escape(METADATA_FILE))
 
 
@@ -63,26 +67,29 @@ def index_name(rank: int | None) -> str:
     return METADATA_FILE if rank is None else f"__{rank}{METADATA_FILE}"
 
 
-def open_index(path: str | Path, rank: int | None = None) -> RangeReader:
-    """The file that `read_index` reads. Raises `CheckpointNotFoundError`, `CorruptCheckpointError`."""
-    return _open_small_file(checkpoint_path(path), index_name(rank))
-
-
-def read_index(
-    path: str | Path, *, strict: bool = True, rank: int | None = None, opened: RangeReader | None = None
-) -> CheckpointIndex:
+def read_index(path: str | Path, *, strict: bool = True, rank: int | None = None) -> CheckpointIndex:
     """Read the index of the checkpoint in directory `path`, or that of a `rank` saved with `use_collectives=False`.
 
-    `strict`: raise for a chunk or object that has no place in any file; otherwise list it in `problems`. `opened`: its
-    file, which stays open. Raises `CheckpointNotFoundError`, `CorruptCheckpointError`, or `UnsafePickleError` for a
-    class that no index holds.
+    `strict`: raise for a chunk or object that has no place in any file; otherwise list it in `problems`. Raises
+    `CheckpointNotFoundError`, `CorruptCheckpointError`, or `UnsafePickleError` for a class that no index holds.
     """
-    directory, name = checkpoint_path(path), index_name(rank)
-    if opened is None:
-        data = read_small_file(directory, name)
-    else:
-        data = opened.read_all(MAX_METADATA_BYTES)
-    return parse_index(data, str(directory), strict=strict, name=name)
+    return read_index_and_version(path, strict=strict, rank=rank)[0]
+
+
+def read_index_and_version(
+    path: str | Path, *, strict: bool = True, rank: int | None = None
+) -> tuple[CheckpointIndex, FileVersion | None]:
+    """As `read_index`, and the version of its file."""
+    directory, name, looks = checkpoint_path(path), index_name(rank), itertools.count(1)
+    while True:
+        with _open_small_file(directory, name) as opened:
+            try:
+                data = opened.read_all(MAX_METADATA_BYTES)
+                return parse_index(data, str(directory), strict=strict, name=name), opened.version
+            except CorruptCheckpointError:
+                if not opened.may_lag or next(looks) == _LOOKS:
+                    raise
+        time.sleep(_PAUSE_S)
 
 
 def parse_index(data: bytes, where: str, *, strict: bool = True, name: str = METADATA_FILE) -> CheckpointIndex:

@@ -28,7 +28,7 @@ from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry
-from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index_and_version
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reads import ItemDecoder, Located, TensorReads
@@ -123,10 +123,9 @@ class CheckpointReader:
     def index(self) -> CheckpointIndex:
         """What the checkpoint holds; read on first use, then kept. Raises `LoadError`."""
         if self._index is None:
-            with open_index(self.path, self._rank) as opened:
-                index = read_index(self.path, rank=self._rank, opened=opened)
-                check_apart(index)
-                self._index, self.index_version = index, opened.version
+            index, version = read_index_and_version(self.path, rank=self._rank)
+            check_apart(index)
+            self._index, self.index_version = index, version
         return self._index
 
     def read_by(self, index: CheckpointIndex, version: FileVersion | None) -> None:

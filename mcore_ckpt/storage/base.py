@@ -121,6 +121,7 @@ class RangeReader(ABC):
     name: str  # as an error message should show it (for a local file, its path)
     size_bytes: int  # when it was opened
     version: FileVersion | None = None  # what `Storage.version` said of it then; None for what is no file of a storage
+    may_lag: bool = False  # for a moment `size_bytes` may be that of the file before it, by another host's name
 
     @abstractmethod
     def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:

@@ -27,7 +27,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, Lo
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item import element_bytes
-from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index_and_version
 from mcore_ckpt.load.records import check_apart, missing_key, of_one_save
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools.inspection import CheckpointSummary, FileRow, checkpoint_directory, file_rows, summarize
@@ -53,10 +53,9 @@ def open_checkpoint(path: str | os.PathLike[str], options: LoadOptions | None = 
     """
     options = LoadOptions.from_environment() if options is None else options
     directory = checkpoint_directory(path)
-    with open_index(directory) as opened:
-        index = read_index(directory, opened=opened)
+    index, version = read_index_and_version(directory)
     check_apart(index)
-    return Checkpoint(index, options, opened.version)
+    return Checkpoint(index, options, version)
 
 
 class Checkpoint(Mapping[str, Any]):

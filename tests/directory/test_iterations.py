@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.directory import iterations
 from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
+from mcore_ckpt.storage.direct_io import LocalReader
 from tests.support import stored_saves
 from tests.support.model_like import write_model
 
@@ -93,23 +93,42 @@ def test_what_is_replaced_while_it_is_looked_at_is_not_incomplete(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After it was listed, and again after its index was read."""
-    checkpoint, open_index, left = tmp_path / "iter_0000001", iterations.open_index, iter(range(times))
+    checkpoint, read, left = tmp_path / "iter_0000001", iterations.read_index_and_version, iter(range(times))
     stored_saves.save(checkpoint, rows=1)
 
-    @contextlib.contextmanager
-    def replaced(directory: Path) -> Iterator[Any]:
+    def replaced(directory: Path, strict: bool) -> Any:
         is_replaced = next(left, None) is not None
         if is_replaced:
             stored_saves.save(checkpoint, rows=1)
-        with open_index(directory) as opened:
-            yield opened
+        found = read(directory, strict=strict)
         if is_replaced:
             stored_saves.save(checkpoint, rows=1)
+        return found
 
-    monkeypatch.setattr(iterations, "open_index", replaced)
+    monkeypatch.setattr(iterations, "read_index_and_version", replaced)
     (listed,) = list_run(tmp_path).checkpoints
     assert listed.checkpoint.whole is (times == 1)
     assert listed.checkpoint.whole or "other saves replace it all the time" in listed.checkpoint.problems[0]
+
+
+def test_an_index_that_seems_cut_where_another_host_publishes_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GlusterFS gives a new file the length of the one before it, for a moment."""
+    stored_saves.save(tmp_path / "iter_0000001", 3.0, rows=1)
+    real, cut = LocalReader.read_all, list[bytes]()
+
+    def read_all(reader: LocalReader, *arguments: Any) -> bytes:
+        reader.may_lag, content = True, real(reader, *arguments)
+        if content in cut or not reader.name.endswith(".metadata"):
+            return content
+        cut.append(content)
+        return content[:-1]
+
+    monkeypatch.setattr(LocalReader, "read_all", read_all)
+    assert [listed.checkpoint.whole for listed in list_run(tmp_path).checkpoints] == [True]
+    cut.clear()
+    assert stored_saves.loaded(tmp_path / "iter_0000001", rows=1) == 3.0
 
 
 def names_in(run: Path) -> list[str]:

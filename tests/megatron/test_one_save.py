@@ -126,16 +126,17 @@ def test_a_save_within_another_into_its_directory_is_refused(rank: int, tmp_path
 def test_a_load_decodes_the_index_once_and_no_entry_that_it_does_not_want(rank: int, tmp_path: Path) -> None:
     """Also if the common state is an object. It holds a class that only the strategy's options allow."""
     dist_checkpointing = installed()
-    found, read = [], reader.read_index
+    found, read = [], reader.read_index_and_version
     with pytest.MonkeyPatch.context() as patched:
         request = strategies.SaveRequest  # (only Megatron-Core 0.19 may save it)
         patched.setattr(strategies, "SaveRequest", lambda **fields: request(**fields | {"has_common_file": False}))
         common = {"common": ShardedObject("common_state", {"iteration": Fraction(3)}, (1,), (0,))}
         dist_checkpointing.save(state(1) | common, str(tmp_path))
         (tmp_path / "common.pt").unlink(missing_ok=True)
-        patched.setattr(reader, "read_index", lambda *args, **named: found.append(read(*args, **named)) or found[-1])
+        noted = lambda *args, **named: found.append(read(*args, **named)) or found[-1]  # noqa: E731
+        patched.setattr(reader, "read_index_and_version", noted)
         strategy = TorchDistLoadStrategy(options=LoadOptions(allowed_classes=("fractions.Fraction",)))
         loaded = dist_checkpointing.load({"object": state(0)["object"]}, str(tmp_path), strategy)
     assert loaded == {"iteration": 3, "object": {"fill": 1}}
-    (index,) = found
+    ((index, _),) = found
     assert not index.tensors._entries

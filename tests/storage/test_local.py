@@ -200,6 +200,24 @@ def test_what_a_client_remembers_of_a_name_is_not_taken_for_what_is_there(
         assert LOOKS[look](shared) == before
 
 
+def test_a_wrong_name_that_listings_keep_alive_is_left_alone_for_a_while(
+    shared: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of two bricks of GlusterFS takes it from each listing; without one it asks for it after two seconds."""
+    clock = [0.0, 0.0]
+    monkeypatch.setattr(direct_io.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(direct_io.time, "sleep", lambda pause_s: clock.__setitem__(0, clock[0] + pause_s))
+    monkeypatch.setattr(os, "listdir", lambda path: clock.__setitem__(1, clock[0]))
+
+    def look() -> int:
+        if clock[0] - clock[1] < 2.0:
+            raise OSError(errno.ESTALE, "")
+        return 1
+
+    assert direct_io.look_again(shared.path("file"), look) == 1
+    assert clock[0] < 5.0
+
+
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
 def test_no_close_of_what_was_only_read_fails(code: int, shared: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     real_close = os.close
