@@ -92,7 +92,7 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
         left = _left_by_removal(storage, index)
         if not left:
             return keep("it is model-only already")
-        if remove and (why := _under_note(storage, judged, checkpoint, run, lambda _, __: discard(storage, left))):
+        if remove and (why := _under_note(storage, judged, checkpoint, run, lambda _: discard(storage, left))):
             return keep(why)
         return PruneDecision(checkpoint, False, "a removal was interrupted", stays_bytes=checkpoint.size_bytes)
     items = list(index.items())
@@ -120,8 +120,7 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
     return PruneDecision(checkpoint, False, "model only", stays_bytes=sum(storage.sizes().values()))
 
 
-_Reason = Callable[[Storage], str | None]
-_Change = Callable[[Commit, _Reason], str | None]
+_Change = Callable[[Commit], None]
 
 
 def _under_note(
@@ -129,9 +128,10 @@ def _under_note(
 ) -> str | None:
     """Change a checkpoint with a note there, which keeps saves out; or why it must stay as it is."""
     with Commit.begin(storage, {REMOVAL: True}) as commit:
-        reason = partial(reason_to_stay, checkpoint, run, commit.id)
-        why = _SAVED_AGAIN if commit.base != judged else reason(storage)
-        return change(commit, reason) if why is None else why
+        why = _SAVED_AGAIN if commit.base != judged else reason_to_stay(checkpoint, run, commit.id, storage)
+        if why is None:
+            change(commit)
+        return why
 
 
 def _left_by_removal(storage: Storage, index: CheckpointIndex) -> list[str]:
@@ -160,15 +160,13 @@ def _save_over(
     made = Target(path, storage, journal, lambda *_: None)
     is_decided = False
 
-    def publish(commit: Commit, reason: _Reason) -> str | None:
+    def publish(commit: Commit) -> None:
         nonlocal is_decided
-        if (why := reason(storage)) is None:
-            storage.keep_owner((*plan.sizes, note_name(commit.id)), METADATA_FILE)
-            try:
-                commit.publish(content, needed=plan.sizes, stale=(INTEGRITY_FILE,), spare=are_read)
-            finally:
-                is_decided = commit.is_over  # it is published, or may yet be
-        return why
+        storage.keep_owner((*plan.sizes, note_name(commit.id)), METADATA_FILE)
+        try:
+            commit.publish(content, needed=plan.sizes, stale=(INTEGRITY_FILE,), spare=are_read)
+        finally:
+            is_decided = commit.is_over  # it is published, or may yet be
 
     try:
         made.reserve(plan.sizes)

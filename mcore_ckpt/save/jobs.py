@@ -169,7 +169,7 @@ def start_interpreter(module: str, *arguments: int | str | None, **options: Any)
 class StatusPage:
     """One page of numbers, stored whole: aligned 64-bit stores are not torn. `fd`: its own descriptor."""
 
-    _STAMP, _FINISHED, _WAITS, _AWAITED = range(4)
+    _STAMP, _FINISHED, _WAITS = range(3)
 
     def __init__(self, fd: int | None = None) -> None:
         """A new page, all zero, or the one that is behind a descriptor."""
@@ -207,16 +207,6 @@ class StatusPage:
     def training_waits(self, saves: int) -> None:
         self._numbers[self._WAITS] = saves
 
-    def has_to_wait(self) -> bool:
-        """Asked by other work. Counted: a look that found that training waits."""
-        self._numbers[self._AWAITED] += self.training_waits
-        return self.training_waits > 0
-
-    @property
-    def turns_awaited(self) -> int:
-        """How often other work has looked, and waited."""
-        return self._numbers[self._AWAITED]
-
     def close(self) -> None:
         """Unmap the page and close the descriptor. Twice is harmless."""
         self._numbers.release()
@@ -235,7 +225,7 @@ def work_for_trainer(parent_pid: int, page_fd: int) -> None:
     leave_signals_to_parent()
     exit_with_parent(parent_pid)
     page = StatusPage(page_fd)
-    write_during_training(page.has_to_wait)
+    write_during_training(lambda: page.training_waits > 0)
 
 
 # As Megatron's own persistent worker: where cores are scarce, training's next step goes first.

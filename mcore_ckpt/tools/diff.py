@@ -191,14 +191,6 @@ def model_and_optimizer(found: StateFingerprint) -> tuple[StateFingerprint, Stat
     )
 
 
-def model_fingerprint(index: CheckpointIndex) -> StateFingerprint:
-    """As `checkpoint_fingerprint`, of the model's tensors."""
-    keys = [key for key in index.tensors if not is_optimizer_key(key)]
-    check_tiled(index, keys)
-    with StoredPayloads(index) as payloads:
-        return payloads_fingerprint(payloads, keys)
-
-
 def payloads_fingerprint(
     payloads: StoredPayloads, keys: list[str], *, workers: int = 2, progress: bool | None = False
 ) -> StateFingerprint:

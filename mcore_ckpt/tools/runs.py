@@ -235,8 +235,8 @@ def _next_to_checkpoints(run: Path) -> tuple[str, ...]:
 
 
 def _refuse_other(there: CheckpointIndex, full: CheckpointIndex) -> None:
-    """Raise `CheckpointExistsError` unless a checkpoint is the model of another one, which has an optimizer: of
-    the same save, or of the same iteration and bit for bit the same.
+    """Raise `CheckpointExistsError` unless a checkpoint is the model of another one, which has an optimizer: of the
+    same save, or of the same iteration and bit for bit the same.
     """
     why = "there is another checkpoint already"
     if there.removed is not None:
@@ -246,15 +246,14 @@ def _refuse_other(there: CheckpointIndex, full: CheckpointIndex) -> None:
         elif len(manifests) == 2 and manifests[0].save_id == manifests[1].save_id:
             return
         else:
-            from mcore_ckpt.tools.diff import model_fingerprint
+            from mcore_ckpt.tools.diff import checkpoint_fingerprint, model_and_optimizer
 
             own, other = (read_plain_state(index).get("iteration") for index in (there, full))
-            why = f"it is the model of iteration {own}, and {full.path} is of {other}"
-            if own == other:
-                differing = model_fingerprint(there).differing(model_fingerprint(full))
-                if not differing:
-                    return
-                why = f"its model is another than that of {full.path}, from {differing[0]} on"
+            model, others = (model_and_optimizer(checkpoint_fingerprint(index.path))[0] for index in (there, full))
+            if own == other and model.total == others.total:
+                return
+            differing = ", ".join(model.differing(others)[:1]) or f"iteration {other}"
+            why = f"it is the model of iteration {own}, and {full.path} has another {differing}"
     raise CheckpointExistsError(f"{there.path}: {why}; copy into another directory, or remove it first")
 
 
