@@ -51,6 +51,7 @@ from mcore_ckpt.core.process import (
     exit_with_parent,
     is_running,
     leave_signals_to_parent,
+    lower_priority,
     signals_held_back,
     wait_readable,
     write_during_training,
@@ -220,8 +221,11 @@ class StatusPage:
             self.close()
 
 
-def work_for_trainer(parent_pid: int, page_fd: int) -> None:
-    """Begin as a process that works during training: it ends with its parent, and writes while no save does."""
+def work_for_trainer(parent_pid: int, page_fd: int, nice: int = 19) -> None:
+    """Begin as a process that works during training: it ends with its parent, and writes while no save does. What can
+    take its time gets a 70th of the cores that training keeps busy; at a nice value of 10 it is a tenth.
+    """
+    lower_priority(nice)
     leave_signals_to_parent()
     exit_with_parent(parent_pid)
     page = StatusPage(page_fd)

@@ -31,7 +31,7 @@ from typing import Any, Final
 from mcore_ckpt.core.console import human_bytes, logger_of
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import PARTIAL, SaveOptions, checkpoint_path, local_path
-from mcore_ckpt.core.process import exit_text, lower_priority
+from mcore_ckpt.core.process import exit_text
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, identity_of, metadata_of, undrained
 from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
 from mcore_ckpt.directory.iterations import look_at
@@ -308,8 +308,7 @@ _PARTS_WITHIN_S: Final = 300.0
 
 def main(parent_pid: int, page_fd: int) -> None:
     """Work until the trainer says that it ends and all is done; end at once when the trainer is gone."""
-    work_for_trainer(parent_pid, page_fd)
-    lower_priority(TRAINING_FIRST_NICE)
+    work_for_trainer(parent_pid, page_fd, TRAINING_FIRST_NICE)
     ends = threading.Event()
     removals, copies, exports = _Newest(), _Copies(), _Newest()
     remover = threading.Thread(target=_remove, args=(removals, ends, page_fd))

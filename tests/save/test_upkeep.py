@@ -38,7 +38,7 @@ from tests.models.test_huggingface import model_tensors, write_hf
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 from tests.support.object_server import ObjectDirectory
-from tests.support.processes import until
+from tests.support.processes import children, until
 
 
 @pytest.fixture
@@ -269,6 +269,7 @@ def test_an_export_writes_nothing_while_training_waits_for_a_save(
         upkeep.checkpoint_published(run / "iter_0000003", SaveOptions(export_to=str(models)))
         until(lambda: any(models.glob("iter_*/*.safetensors")))
         time.sleep(0.2)  # in which all would be written
+        assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in children(upkeep._started[-1].pid)] == [19]
         assert not any(any(path.read_bytes()) for path in models.glob("iter_*/*.safetensors"))
         if errors:
             raise errors.pop()
