@@ -10,12 +10,13 @@ go through `local_path`, which refuses URLs: otherwise a folder called `s3:` wou
 from __future__ import annotations
 
 import functools
+import numbers
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PosixPath
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import OptionError
@@ -52,8 +53,9 @@ PARTIAL: Final = ".partial"
 
 # Two letters at least; of what has been a `Path`, one of the two slashes is left, and none where nothing comes after.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/(/?)|\Z)")
-# User names, passwords and keys in front of a host; no bucket's name has these two, and a secret may hold slashes.
-_USER_INFO = {True: re.compile(r"[^/]*[:@]"), False: re.compile(r".*:.*@")}
+# User names, passwords and keys in front of a host, and signatures in a query; no bucket's name has the first two, and
+# a secret may hold slashes.
+_SECRET = {True: re.compile(r"[^/]*[:@]|.*\?.*="), False: re.compile(r".*:.*@|.*\?.*=")}
 _NO_TEXT = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -145,10 +147,11 @@ def _named(path: Any) -> tuple[str, str | None]:
             continue
         if not second_slash and os.path.lexists(f"{found[1]}:"):  # a directory of that name, which is meant
             continue
-        if _USER_INFO[scheme in STORE_SCHEMES].match(text[found.end() :].lstrip("/")):
+        if _SECRET[scheme in STORE_SCHEMES].match(text[found.end() :].lstrip("/")):
             raise OptionError(
-                f"{scheme}://...: the URL has user info or a port in it, and is not shown here. Credentials are taken "
-                f"from the environment and the files of the store's own tools; expected {scheme}://NAME/prefix"
+                f"{scheme}://...: the URL has user info, a port or a token in it, and is not shown here. Credentials "
+                "are taken from the environment (AZURE_STORAGE_SAS_TOKEN) and the files of the store's own tools; "
+                f"expected {scheme}://NAME/prefix"
             )
         return text, scheme
     return text, None
@@ -168,18 +171,26 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 PageCache = Literal["auto", "on"]
 
 
-# By class: the values that its fields may have which are `Literal`.
-_allowed: dict[type, dict[str, tuple[str, ...]]] = {}
+# By class: the values that its fields may have which are `Literal`, and the classes of those which are numbers.
+_allowed: dict[type, dict[str, tuple[Any, ...]]] = {}
 
 
 def _check_choices(options: SaveOptions | LoadOptions) -> None:
     kind = type(options)
     if kind not in _allowed:
         hints = get_type_hints(kind)
-        _allowed[kind] = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+        _allowed[kind] = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
     for name, allowed in _allowed[kind].items():
-        if (value := getattr(options, name)) not in allowed:
-            raise OptionError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+        value = getattr(options, name)
+        if isinstance(allowed[0], str):
+            if value not in allowed:
+                raise OptionError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+        elif Ellipsis in allowed and isinstance(value, str):  # each of its characters would be a name
+            raise OptionError(f"{name}={value!r}: expected a tuple of names")
+        elif allowed[0] in (int, float) and (value is not None or type(None) not in allowed):
+            whole = allowed[0] is int
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
+                raise OptionError(f"{name}={value!r}: expected {'an int' if whole else 'a number'}")
 
 
 def _at_least(name: str, value: float | None, minimum: float) -> None:

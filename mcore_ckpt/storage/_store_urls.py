@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -41,8 +40,6 @@ _AZURE_CREDENTIALS: Final = tuple(
         *("CLIENT_SECRET", "FEDERATED_TOKEN_FILE", "SKIP_SIGNATURE"),
     )
 )
-# In a URL of Azure's: a signature, which is a credential.
-_SIGNATURE: Final = re.compile(r"[?&]sig=")
 _INSTALL: Final = "pip install '.[objects]' in a checkout of mcore_ckpt"
 
 _WHERE_CONFIG_LIES: Final = ("HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS")
@@ -63,11 +60,6 @@ os.register_at_fork(after_in_child=_forget)
 def open_store(url: str, deadline_s: float | None = None) -> Storage:
     """The storage of a directory in an object store. Raises `OptionError` if it cannot be reached as configured."""
     scheme, bucket, prefix = _parts(url)
-    if scheme == "az" and _SIGNATURE.search(url):
-        raise OptionError(
-            f"az://{bucket.partition('?')[0]}: the URL has a token (SAS) in it; set AZURE_STORAGE_SAS_TOKEN to the "
-            "token, and leave it out of the URL. It is not shown here"
-        )
     if scheme == "msc":
         client, prefix = _of_profile(url, bucket, prefix)
     else:

@@ -325,11 +325,13 @@ class LocalStorage(Storage):
     def version(self, name: str) -> FileVersion | None:
         path = self.path(name)
         try:
-            fd = open_regular(self.root, name, follow_links=self._follow_links)
-            status = os.fstat(fd)
-            close_read(fd)
-        except CorruptCheckpointError:  # a link, or what blocks or acts when it is opened
-            status = os.stat(path, follow_symlinks=self._follow_links)
+            try:
+                fd = open_regular(self.root, name, follow_links=self._follow_links)
+            except CorruptCheckpointError:  # a link, or what blocks or acts when it is opened
+                status = os.stat(path, follow_symlinks=self._follow_links)
+            else:
+                status = os.fstat(fd)
+                close_read(fd)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:

@@ -97,7 +97,12 @@ def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None
         (SaveOptions, {"trace_path": "s3://bucket/traces"}, "trace_path=.*a path in a file system is needed here"),
         (SaveOptions, {"keep_every": 5}, "keep_every=5: without keep_last or keep_optimizer_last nothing is removed"),
         (SaveOptions, {"keep_optimizer_last": 0}, "keep_optimizer_last=0: expected at least 1"),
+        (SaveOptions, {"keep_last": 1.5}, "keep_last=1.5: expected an int"),
+        (SaveOptions, {"keep_every": True, "keep_last": 1}, "keep_every=True: expected an int"),
+        (SaveOptions, {"thread_count": None}, "thread_count=None: expected an int"),
+        (SaveOptions, {"write_deadline_s": "9"}, "write_deadline_s='9': expected a number"),
         (LoadOptions, {"page_cache": "yes"}, "page_cache='yes': expected one of 'auto', 'on'"),
+        (LoadOptions, {"allowed_classes": "mine.*"}, "allowed_classes='mine\\.\\*': expected a tuple of names"),
     ],
 )
 def test_what_cannot_work_is_refused(options: Any, values: dict[str, Any], message: str) -> None:

@@ -53,6 +53,11 @@ def _linked(path: Path) -> None:
     path.symlink_to(path.rename(path.with_name("elsewhere")))
 
 
+def _unfinished_with_a_linked_folder(path: Path) -> None:
+    (path / ".metadata").unlink()
+    (path / "tokenizer").symlink_to(path.parent)
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -60,8 +65,9 @@ def _linked(path: Path) -> None:
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: the index names this file"),
         (lambda path: os.truncate(path / "__0_0.distcp", 100), "__0_0.distcp: ends at byte 100"),
         (lambda path: _linked(path / "__0_0.distcp"), "__0_0.distcp: is a symbolic link"),
+        (lambda path: _unfinished_with_a_linked_folder(path), "no finished checkpoint"),
     ],
-    ids=["index", "no file", "cut file", "linked file"],
+    ids=["index", "no file", "cut file", "linked file", "linked folder"],
 )
 def test_what_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     write_iteration(tmp_path, "iter_0000001")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import OptionError
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.storage.resolve import storage_at
 
 pytestmark = pytest.mark.quick
@@ -123,6 +124,8 @@ def test_a_credential_with_a_newline_is_refused_and_not_shown(
         ("az://container/run", "AZURE_STORAGE_SAS_TOKEN", "nobody"),
         ("az://container/run", "AZURE_STORAGE_ACCOUNT_KEY", "nobody!"),
         ("az://container/run?sv=1&sig=nobody", "AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=nobody"),
+        ("s3://bucket/run?X-Amz-Security-Token=nobody", "the environment", ""),
+        ("https://account.blob.core.windows.net/container?sig=nobody", "the environment", ""),
     ],
 )
 def test_what_is_set_wrongly_is_named_and_not_shown(
@@ -136,7 +139,7 @@ def test_what_is_set_wrongly_is_named_and_not_shown(
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv(variable, value)
     with pytest.raises(OptionError, match=variable) as refused:
-        storage_at(url)
+        storage_at(checkpoint_path(url))
     shown = "".join(traceback.format_exception_only(refused.value))
     assert "nobody" not in shown
     assert refused.value.__suppress_context__ or refused.value.__context__ is None
