@@ -171,7 +171,7 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 PageCache = Literal["auto", "on"]
 
 
-# By class: the values that its fields may have which are `Literal`, and the classes of those which are numbers.
+# By class: the values of its fields that are `Literal`, and the classes of its numbers.
 _allowed: dict[type, dict[str, tuple[Any, ...]]] = {}
 
 
