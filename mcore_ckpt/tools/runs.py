@@ -26,7 +26,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +45,6 @@ from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.copying import (
     OF_THIS_PACKAGE,
     CheckpointFiles,
-    Sent,
     copy_and_commit,
     files_of,
     metadata_of,
@@ -309,29 +308,21 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
         LoadError: the checkpoint cannot be read.
         SaveError: the copy cannot be written, or does not hold what was written, or a save holds the directory.
     """
-    started_s = time.monotonic()
     places = places_of(source, target, same_format=True)
     given, taken = places.source, places.target
     if lies_in(taken, given):
         raise OptionError(f"{taken}: is the checkpoint to be copied, {given}, or lies inside it; copy it elsewhere")
-    sent = copy_into(given, taken)
+    report = copy_into(given, taken)
     if current_team().rank == 0:
         places.finish()
-    return CopyReport(
-        str(given),
-        str(taken),
-        (*sent.copied, METADATA_FILE),
-        tuple(sent.kept),
-        sent.nbytes,
-        time.monotonic() - started_s,
-        places.left_out,
-    )
+    return replace(report, left_out=places.left_out)
 
 
-def copy_into(given: Path, taken: Path, *, dry_run: bool = False) -> Sent:
+def copy_into(given: Path, taken: Path, *, dry_run: bool = False) -> CopyReport:
     """Copy a checkpoint into a directory that has none, or this one, or its model alone; raises as `copy_checkpoint`.
-    With `dry_run` write nothing, and return the names of its data files.
+    With `dry_run` write nothing.
     """
+    started_s, source, target = time.monotonic(), str(given), str(taken)
     reads, writes = storage_at(given), storage_at(taken)
 
     def accepts(found: CheckpointFiles, there: bytes | None) -> None:
@@ -352,10 +343,11 @@ def copy_into(given: Path, taken: Path, *, dry_run: bool = False) -> Sent:
         if dry_run:
             found = files_of(given)
             check(found)
-            return Sent(reads, writes, found.judged, [*found.data])
+            return CopyReport(source, target, found.data, (), 0, 0.0)
         sent = copy_and_commit(given, taken, accepts=accepts, check=check)
     assert sent is not None
-    return sent
+    copied, seconds = (*sent.copied, METADATA_FILE), time.monotonic() - started_s
+    return CopyReport(source, target, copied, tuple(sent.kept), sent.nbytes, seconds)
 
 
 def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:

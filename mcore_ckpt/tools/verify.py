@@ -371,7 +371,7 @@ def repair_checkpoint(
     """
     copy, directory, team = checkpoint_directory(other), checkpoint_path(report.path), current_team()
     if report.removed is not None and (not report.problems or any(map(is_optimizer_key, read_index(copy).tensors))):
-        names = tuple(copy_into(copy, directory, dry_run=dry_run).copied)
+        names = copy_into(copy, directory, dry_run=dry_run).copied
         if dry_run:
             return replace(report, would_repair=names)
         again = verify_checkpoint(directory, progress=progress)

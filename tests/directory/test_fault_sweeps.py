@@ -371,13 +371,8 @@ def _exported_dcp(directory: Path) -> dict[str, torch.Tensor]:
 def _model_only(source: Path, directory: Path) -> None:
     """Make a durable copy of a checkpoint whose optimizer's state was removed, and a full one next to the source."""
     _with_optimizer(source, directory)
-    shutil.rmtree(full_copy(source), ignore_errors=True)
-    shutil.copytree(directory, full_copy(source))
+    shutil.copytree(directory, source.with_name("full"), dirs_exist_ok=True)
     _remove_optimizer(source, directory)
-
-
-def full_copy(source: Path) -> Path:
-    return source.with_name("full")
 
 
 def _export_in_background(source: Path, target: Path) -> None:
@@ -417,7 +412,7 @@ TOOLS = {
     "export in the background": Tool(_export_in_background, exported="safetensors", is_model=True),
     "remove the optimizer": Tool(_remove_optimizer, before=_with_optimizer, removes=True),
     "bring the optimizer back": Tool(
-        lambda source, target: _repair(full_copy(source), target), before=_model_only, removes=False
+        lambda source, target: _repair(source.with_name("full"), target), before=_model_only, removes=False
     ),
     "repair": Tool(_repair, before=damaged_copy, mends=True),
 }
