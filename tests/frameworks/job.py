@@ -135,6 +135,8 @@ def main(framework: str, run: str, steps: str, *fields: str) -> None:
         sitecustomize._record("loss", iteration=step, loss=float(mean) / dist.get_world_size())
         if not late:
             manager.between()
+        if step == kill_writer:
+            manager.finish()  # the save before that one
         if step % SAVE_EVERY == 0:
             with _writer_is_killed() if step == kill_writer and dist.get_rank() == 1 else nullcontext():
                 manager.save(step)
