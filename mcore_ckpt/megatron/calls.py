@@ -402,7 +402,7 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
 def note_common(source: Identity, reader: CheckpointReader | None = None) -> None:
     """The common state was read, by that reader if the index was decoded, and is of that save."""
     if (call := current_load()) is not None:
-        call.common, call.reader = source, reader
+        call.common, call.reader = source, reader or call.reader
 
 
 def opened_reader(directory: Path, options: LoadOptions, known: CheckpointReader | None = None) -> CheckpointReader:

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 import mcore_ckpt
 from mcore_ckpt import SaveOptions, TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.format import metadata_read
 from mcore_ckpt.megatron.versions import differences
 from tests.support.gloo_ranks import made, on_ranks
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
@@ -132,6 +133,28 @@ def test_what_all_ranks_want_is_read_once_behind_the_fully_parallel_wrapper(tmp_
     asked, needed, same = zip(*run_ranks(load_behind_wrapper, 3, tmp_path / "checkpoint"), strict=True)
     assert all(same)
     assert sum(asked) < 1.02 * needed[0]
+
+
+def indexes_decoded(rank: int, path: Path) -> int:
+    mcore_ckpt.install()
+    sharded = ShardedTensor.from_rank_offsets
+    state = {"optimizer": {"step": sharded("optimizer.step", torch.ones(4))}, "iteration": 3}
+    dist_checkpointing.save(state, made(path))
+    decoded: list[bytes] = []
+    parse = metadata_read.parse_index
+
+    def counted(data: bytes, *args: Any, **named: Any) -> Any:
+        decoded.append(data)
+        return parse(data, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata_read, "parse_index", counted)
+        dist_checkpointing.load(state, str(path))
+    return len(decoded)
+
+
+def test_a_load_with_an_optimizer_decodes_the_index_once(tmp_path: Path) -> None:
+    assert run_ranks(indexes_decoded, 1, tmp_path / "checkpoint") == [1]
 
 
 # --- flat buckets under another layout
