@@ -192,7 +192,8 @@ def _lines_of(report: VerifyReport, other: Path | None, accepted: str | None) ->
         lines.append(f"with a copy of this save: mcore-ckpt repair {one_line(report.path)} --from COPY")
     allowed = {*LoadOptions.from_environment().allowed_classes} if report.refused else set()
     if {*report.refused} - allowed and "*" not in allowed:
-        held = "; ".join(_some([one_line(f"{name} in {key}") for name, key in report.refused.items()]))
+        named = {"what loads do not read" if name == "*" else name: key for name, key in report.refused.items()}
+        held = "; ".join(_some([one_line(f"{name} in {key}") for name, key in named.items()]))
         lines.append(f"loads need MCORE_CKPT_ALLOWED_CLASSES={one_line(','.join(report.refused))}: it holds {held}")
     if report.removed is not None:
         lines.append(one_line(f"model only: {report.removed.said}; `mcore-ckpt repair --from FULL_COPY` undoes it"))

@@ -27,8 +27,7 @@ import sys
 import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any, Final
 
 from mcore_ckpt.core.boxes import strides_of
@@ -47,8 +46,6 @@ from mcore_ckpt.format.unpickler import (
     NotRebuiltError,
     Rules,
     check_hashable,
-    name_in_python_3,
-    names_in,
     rebuilding,
     unpickle,
 )
@@ -243,6 +240,8 @@ def _dtype(state: Any, code: Any, *_flags: Any) -> Any:
     """A numpy dtype that holds no Python objects."""
     import numpy
 
+    if type(code) is str and code[:1] == "V" and type(state) is tuple and len(state) >= 6:
+        return _bytes_dtype(*state[2:6])
     _wants(type(code) is str and _DTYPE_CODE.fullmatch(code) is not None, "a dtype of numbers, text or times")
     state = (3, "=", None, None, None) if state is None else state
     _wants(type(state) is tuple and len(state) >= 5 and state[2:5] == (None, None, None), "a dtype without fields")
@@ -257,6 +256,26 @@ def _dtype(state: Any, code: Any, *_flags: Any) -> Any:
     dtype = numpy.dtype(code)
     _wants(dtype.kind in "biufcSUmM" and (dtype.itemsize > 0 or dtype.kind in "SU"), "a dtype with a width")
     return dtype.newbyteorder(order) if order in "<>" else dtype
+
+
+def _bytes_dtype(subarray: Any, names: Any, fields: Any, size: Any) -> Any:
+    """A dtype of records, of the arrays in their fields, or of bytes."""
+    import numpy
+
+    def is_plain(dtype: Any) -> bool:
+        return isinstance(dtype, numpy.dtype) and dtype.base.kind in "biufcSUmM"  # overlapping records have no end
+
+    if names is not None:
+        _wants(type(names) is tuple and type(fields) is dict and set(names) == set(fields), "the names of fields")
+        parts = [fields[name] for name in names]
+        _wants(all(type(part) is tuple and len(part) == 2 and is_plain(part[0]) for part in parts), "plain fields")
+        formats, offsets = ([part[n] for part in parts] for n in (0, 1))
+        return numpy.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
+    if subarray is not None:
+        _wants(type(subarray) is tuple and len(subarray) == 2 and is_plain(subarray[0]), "an array in a field")
+        return numpy.dtype((subarray[0], checked_size(subarray[1])))
+    _wants(type(size) is int and 0 < size < 2**31, "a number of bytes")
+    return numpy.dtype(f"V{size}")
 
 
 def _raw(content: Any, dtype: Any, count: int) -> bytes:
@@ -287,7 +306,7 @@ def _scalar(dtype: Any, content: Any) -> Any:
     import numpy
 
     content = _raw(content, dtype, 1)
-    return numpy.frombuffer(content, dtype)[0] if content else dtype.type()
+    return numpy.frombuffer(bytearray(content), dtype)[0] if content else dtype.type()
 
 
 _OF_NUMPY: Final[dict[str, Maker | None]] = {
@@ -555,53 +574,6 @@ def load_object(
             f"{where}: cannot be read as a torch.save container of plain data ({type(error).__name__}: {reason:.300}). "
             "The bytes are damaged or incomplete; restore them from another copy, or load an earlier checkpoint."
         ) from error
-
-
-# In torch's pickles a name ends so, and the module before it as the other. (Newlines are rare, and found fast.)
-_NAME: Final = re.compile(rb"\n([\w.\x80-\xff]+)\n[qr]")
-_MODULE: Final = re.compile(rb"c([\w.\x80-\xff]+)\Z")
-_NEXT_RECORD: Final = re.compile(rb"PK\x03\x04")
-
-
-def refused_classes(content: bytes | memoryview, where: str) -> list[str]:
-    """Names in what `torch.save` wrote that a load refuses. The pickle is followed only if it seems to have one."""
-    following = _NEXT_RECORD.search(content, 1)
-    for name in _NAME.finditer(content, 0, following.start() if following else len(content)):
-        module = _MODULE.search(content, max(0, name.start() - 200), name.start())
-        if module and _is_refused(name_in_python_3(*(part[1].decode(errors="replace") for part in (module, name)))):
-            with suppress(Exception):  # what is damaged is told elsewhere
-                names = names_in(plain_content(archive_of(bytes(content), where), "data.pkl"))
-                return sorted(filter(_is_refused, names))
-            break
-    return []
-
-
-@lru_cache(maxsize=4096)
-def _is_refused(full_name: str) -> bool:
-    if "torch" not in sys.modules and full_name.startswith("torch.") and full_name.count(".") == 1:
-        return False  # a dtype or the like, for which torch is not imported
-    try:
-        ObjectRules(import_classes=False).named(full_name)
-    except KeyError:
-        return True
-    return False
-
-
-_looked_at: Final[set[object]] = set()
-
-
-def warn_of_refused(key: str, content: bytes | memoryview) -> None:
-    """Before an object is saved: warn, once of each class, if loads will refuse it."""
-    if (seen := (key, len(content))) in _looked_at:
-        return
-    for name in {*refused_classes(content, key)} - _looked_at:
-        _logger.warning(
-            "%s: holds %s, which is not among the classes that stored objects may contain: loads refuse it without "
-            "MCORE_CKPT_ALLOWED_CLASSES=%s. Save plain values instead, or set that in the jobs that load",
-            *(key, name, name),
-        )
-        _looked_at.add(name)
-    _looked_at.add(seen)
 
 
 def plain_content(archive: Archive, name: str) -> bytes:

@@ -3,6 +3,7 @@
     read_state_file(read, ...)   a state dict; each tensor becomes a note of where its elements lie
     read_tensor_outline(...)     an item that holds one tensor, of any form
     read_plain(content, ...)     a stored object; every class stays an inert `Opaque`; without torch
+    refusals(content, ...)       what of a stored object loads refuse
 
 A state dict may name what stored objects may (`safe_pickle.py`), but for one thing, since such files hold the arguments
 of a job and anything that its user added: what is not known, or not imported, stays an `Opaque` instead of an error;
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
-from mcore_ckpt.format.safe_pickle import ObjectRules, plain_content
+from mcore_ckpt.format.safe_pickle import ANY_CLASS, ObjectRules, plain_content
 from mcore_ckpt.format.tensor_pickle import (
     DTYPES,
     STORAGE_KINDS,
@@ -152,6 +155,77 @@ def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, wher
 
 class _DtypeName(str):
     __slots__ = ()
+
+
+class _LoadRules(_TensorNotes):
+    """Rules of a load that collect the names it refuses. Nothing is called that the user vouches for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: dict[str, str] = {}
+
+    def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
+        if full_name.startswith("torch.") and full_name in _BESIDE_TENSORS:
+            return _BESIDE_TENSORS[full_name]
+        try:
+            found = ObjectRules.named(self, full_name)
+        except KeyError:
+            self.refused[full_name] = f"{full_name}, which is not among the classes that stored objects may contain"
+            return None
+        return None if found and found[1] and found[1].is_vouched else found
+
+    def _tensor(self, *description: Any) -> FileTensor:
+        return super()._tensor(*description[:-1], None)  # loads take what is conjugated or negated
+
+    def _attributed(self, tensor: Any, kind: Any, state: Any) -> Any:
+        if kind not in _BESIDE_TENSORS:
+            raise WrongArgumentsError("expected a tensor or parameter, and no class of the user's")
+        return tensor
+
+
+def refusals(content: bytes | memoryview, where: str) -> dict[str, str]:
+    """What loads refuse of what `torch.save` wrote, in words, by the class that has to be allowed for it."""
+    return _refused_in(_pickle_in(content, where), where)
+
+
+def _pickle_in(content: bytes | memoryview, where: str) -> bytes | None:
+    try:
+        return plain_content(archive_of(content, where), "data.pkl")
+    except Exception:  # noqa: BLE001  (what is damaged is told elsewhere)
+        return None
+
+
+def _refused_in(pickle: bytes | None, where: str) -> dict[str, str]:
+    rules = _LoadRules()
+    try:
+        if pickle is not None:
+            unpickle(pickle, rules, where)
+    except CheckpointError as error:
+        rules.refused[ANY_CLASS] = f"what loads do not read ({error.__cause__ or error})"
+    return rules.refused
+
+
+_logger = logger_of(__name__)
+_looked_at: Final[dict[str, int]] = {}  # CRC-32 of the last pickle, by key
+_told: Final[set[tuple[str, str]]] = set()
+
+
+def warn_of_refused(key: str, content: bytes | memoryview) -> None:
+    """Before an object is saved: warn, once of each class, if loads will refuse it."""
+    pickle = _pickle_in(content, key)
+    crc = crc32(pickle or b"")
+    if _looked_at.get(key) == crc:
+        return
+    _looked_at[key] = crc
+    for name, held in _refused_in(pickle, key).items():
+        told = (name, key if name == ANY_CLASS else "")
+        if told not in _told:
+            _told.add(told)
+            _logger.warning(
+                "%s: holds %s: loads refuse it without MCORE_CKPT_ALLOWED_CLASSES=%s. Save plain values instead, or "
+                "set that in the jobs that load",
+                *(key, held, name),
+            )
 
 
 _BESIDE_TENSORS: Final[dict[str, tuple[Any, Maker | None]]] = {

@@ -63,8 +63,8 @@ def as_read_errors(where: str, nbytes: int, advice: str = "") -> Iterator[None]:
         raise
     except (WrongArgumentsError, RecursionError) as error:  # the second of what nests deep, which is no damage
         raise UnsafePickleError(
-            f"{where}: the pickle makes what is not read: {error}. The file is damaged, was made to do harm, or holds "
-            f"an object of a kind that checkpoints may not hold.{advice}"
+            f"{where}: the pickle makes what is not read: {error}. It holds an object of a kind that checkpoints "
+            f"may not hold, or is not what was saved.{advice}"
         ) from error
     except NotUnderstoodError as error:
         raise NewerFormatError(
@@ -196,9 +196,8 @@ def _follow_rare(opcode: int, data: bytes, at: int, stack: list[int], marks: lis
     elif opcode == 0x51:  # BINPERSID: its stand-in is a tuple
         stack[-1] += 1
     else:
-        raise WrongArgumentsError(
-            f"something by opcode {opcode:#x}, which nothing has that is saved under protocol 2 or later"
-        )
+        what = "an integer of 2**2040 or more" if opcode == 0x8B else "an opcode of no save by protocol 2 or later"
+        raise WrongArgumentsError(f"{what} ({opcode:#x})")
     return at + 1
 
 
@@ -326,14 +325,6 @@ def name_in_python_3(module: str, name: str) -> str:
     return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
-def names_in(data: bytes) -> Iterable[str]:
-    """All names that a pickle holds. Raises as `unpickle`, or anything else."""
-    check_opcodes(data)
-    unpickler = _Unpickler(data)
-    unpickler.load()
-    return unpickler.kinds
-
-
 def unpickle(data: bytes, rules: Rules, where: str) -> Any:
     """The value of the pickle in `data`. Raises `UnsafePickleError`, `NewerFormatError`, `CorruptCheckpointError`."""
     with as_read_errors(where, len(data), rules.advice), collector_paused():
@@ -433,11 +424,7 @@ class _Realizer:
             return part
         _, maker = meaning
         if maker is None:
-            raise UnsafePickleError(
-                f"the pickle calls {part.name:.200}, which is not among the constructors that a checkpoint may use; "
-                "nothing was called. The file is damaged, was made to do harm, or was written by something else; do "
-                "not load it."
-            )
+            raise WrongArgumentsError(f"a call of {part.name:.200}, which is no constructor that loads call")
         arguments = self.value_of(part.arguments)
         if maker.with_state:
             value = maker.make(self.value_of(part.state), *arguments)

@@ -291,9 +291,9 @@ _FOLDER: Final = "archive/mcore_ckpt/"
 _RANKS: Final = f"{_FOLDER}ranks.json"
 
 
-def archive_of(content: bytes, where: str) -> Archive:
+def archive_of(content: bytes | memoryview, where: str) -> Archive:
     """The archive that these bytes are."""
-    return Archive(ItemBytes(lambda offset, length: content[offset : offset + length], len(content), where))
+    return Archive(ItemBytes(lambda offset, length: bytes(content[offset : offset + length]), len(content), where))
 
 
 def with_members(content: bytes, members: Mapping[str, bytes]) -> bytes:

@@ -32,7 +32,7 @@ from mcore_ckpt.format.index import (
 from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, TABLE_HEAD, Columns, FileFooter, split_metadata
 from mcore_ckpt.format.item import Forms, element_bytes, locate_tensor
 from mcore_ckpt.format.metadata_read import METADATA_FILE, checked_footer, parse_index, read_small_file
-from mcore_ckpt.format.safe_pickle import refused_classes
+from mcore_ckpt.format.state_file import refusals
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.ranges import WINDOW_BYTES, Extent, ReadPolicy, Span, coalesce
 from mcore_ckpt.load.records import (
@@ -328,7 +328,7 @@ class ItemChecker:
                     checked = check_item(check, reader, inside, self._buffer, self._forms)
                     if check.entry is None and item.length <= _MAX_OBJECT_BYTES:
                         content = read_item(reader, item) if inside is None else unpacked(bytes(inside), item)
-                        for name in refused_classes(content, check.where):
+                        for name in refusals(content, check.where):
                             self._found.refused.setdefault(name, check.fqn)
                 except ChecksumError as error:
                     self._note("checksum", check, str(error))

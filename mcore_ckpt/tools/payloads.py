@@ -360,7 +360,9 @@ class SlabReader:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Over the finite elements, in double precision; None where there are none, or for dtypes that are no numbers."""
+    """Over the finite elements, in double precision, extrema of integers exactly; None where there are none, for dtypes
+    that are no numbers, and for a mean, deviation or norm that doubles cannot hold.
+    """
 
     elements: int
     minimum: float | None
@@ -376,7 +378,8 @@ class Stats:
 def tensor_stats(payloads: StoredPayloads, entry: TensorEntry, values: np.ndarray[Any, Any] | None = None) -> Stats:
     """Describe the values of a tensor, which is read; or those of a slice of it, which has been."""
     count = zeros = nans = infinities = finite_count = 0
-    low, high = math.inf, -math.inf
+    low: float = math.inf
+    high: float = -math.inf
     total = squares = 0.0
     read = (as_numbers(content, entry.dtype) for _, content in SlabReader(payloads).walk(entry))
     for numbers in read if values is None else [values.reshape(-1)]:
@@ -391,14 +394,17 @@ def tensor_stats(payloads: StoredPayloads, entry: TensorEntry, values: np.ndarra
             finite = doubles[np.isfinite(doubles)]
             if finite.size:
                 finite_count += finite.size
-                low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-                total += float(finite.sum())
-                squares += float(np.dot(finite, finite))
+                exact = batch if batch.dtype.kind in "iu" else finite
+                low, high = min(low, exact.min().item()), max(high, exact.max().item())
+                with np.errstate(over="ignore", invalid="ignore"):
+                    total += float(finite.sum())
+                    squares += float(np.dot(finite, finite))
     if not finite_count:
         return Stats(count, None, None, None, None, None, zeros, nans, infinities)
-    mean = total / finite_count
-    variance = max(0.0, squares / finite_count - mean * mean)
-    return Stats(count, low, high, mean, math.sqrt(variance), math.sqrt(squares), zeros, nans, infinities)
+    mean, norm = total / finite_count, math.sqrt(squares)
+    variance = max(squares / finite_count - mean * mean, 0.0)  # in this order a NaN stays one
+    derived = (value if math.isfinite(value) else None for value in (mean, math.sqrt(variance), norm))
+    return Stats(count, low, high, *derived, zeros, nans, infinities)
 
 
 def batches(numbers: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
-from mcore_ckpt.format.safe_pickle import load_object, refused_classes
-from mcore_ckpt.format.state_file import read_plain
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.state_file import read_plain, refusals
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 
@@ -54,15 +54,47 @@ def test_plain_values_come_back(value: object) -> None:
     loaded = load_object(saved([value]))
     assert loaded == [value]
     assert type(loaded[0]) is type(value)
-    assert refused_classes(saved([value]), "it") == []
+    assert refusals(saved([value]), "it") == {}
 
 
 @pytest.mark.parametrize("value", [Plain, Plain(1), {"a": [torch.ones(3), Plain(1)]}, ["cposix\nsystem\nq", Plain]])
 def test_what_a_load_will_refuse_is_found_before(value: object) -> None:
-    (name,) = refused_classes(saved([value]), "it")
+    (name,) = refusals(saved([value]), "it")
     with pytest.raises(UnsafePickleError, match=name):
         load_object(saved([value]))
     load_object(saved([value]), [name])
+
+
+class OwnTensor(torch.Tensor):
+    """A user's own kind of tensor."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([1, "a"], dtype=object),
+        np.zeros(1, dtype=[("a", [("b", "i4")])]),  # records in records
+        *(1 << 2040, {(((1,),),): 1}, torch.optim.SGD([torch.ones(1)])),
+        torch.ones(2).as_subclass(OwnTensor),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_load_refuses_whatever_class_is_allowed_is_found_before(value: object) -> None:
+    content = saved([value])
+    found = refusals(content, "it")
+    assert "*" in found
+    with pytest.raises(UnsafePickleError) as refused:
+        load_object(content, [*found][:-1])
+    assert "damaged" not in str(refused.value)
+    load_object(content, found)
+
+
+def test_tensors_that_loads_take_are_not_refused() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.shared = True  # type: ignore[attr-defined]
+    tensors = [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(3, 2).t(), torch.ones(2).to(torch.float8_e5m2)]
+    assert refusals(saved([parameter, torch.nn.Buffer(torch.ones(1)), *tensors]), "it") == {}
+    load_object(saved([parameter, *tensors]))
 
 
 def test_named_tuples_of_megatron_come_back_and_nest_no_deeper_than_keys_may() -> None:
@@ -88,6 +120,17 @@ def test_numpy_arrays_of_every_kind_come_back(dtype: str) -> None:
         assert loaded.dtype == array.dtype.newbyteorder("=")  # numpy itself swaps to the machine's order
         assert loaded.shape == array.shape
         assert (loaded == array).all()
+
+
+@pytest.mark.parametrize("fields", [[("a", ">i8"), ("text", "U3"), ("b", "f4", (2, 3))], [("a", "i1"), ("b", "f8")]])
+def test_records_of_numpy_come_back(fields: Any) -> None:
+    array = np.arange(2).astype(np.dtype(fields, align=True))
+    loaded, record, raw = load_object(saved([array, array[1], np.void(b"abc")]))
+    assert (loaded == array).all()
+    assert loaded.dtype.fields == array.dtype.newbyteorder("=").fields
+    assert record == array[1]
+    assert raw.tobytes() == b"abc"
+    record[fields[0][0]] = 5  # its own memory, which can be written
 
 
 def test_the_state_dict_of_a_module_comes_back() -> None:

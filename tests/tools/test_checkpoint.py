@@ -125,6 +125,22 @@ class TestCat:
         assert stats["std"] == pytest.approx(float(tensor.double().std(unbiased=False)), rel=1e-6)
         assert stats["norm"] == pytest.approx(float(tensor.double().norm()), rel=1e-6)
 
+    @pytest.mark.parametrize(
+        ("dtype", "values", "derived"),
+        [(torch.int64, [-(2**53) - 1, 2**53 + 1], 0), (torch.float64, [1e308, 1e308, -1.0], None)],
+        ids=str,
+    )
+    def test_large_values_are_exact_or_not_told(
+        self, dtype: torch.dtype, values: list[float], derived: float | None, tmp_path: Path, capfd: Any
+    ) -> None:
+        write_model(tmp_path / "c", tp=1, tensors={"t": torch.tensor(values, dtype=dtype)})
+        assert main(["cat", str(tmp_path / "c"), "t", "--stats", "--json"]) == 0
+        told = capfd.readouterr()
+        stats = json.loads(told.out)["stats"]
+        assert (stats["minimum"], stats["maximum"], stats["mean"]) == (min(values), max(values), derived)
+        assert (stats["std"] is None) == (derived is None)
+        assert told.err == ""
+
     def test_nans_and_infinities(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         write_model(tmp_path / "c", tp=1, tensors={"t": torch.tensor([1.0, float("nan"), float("inf"), 0.0])})
         assert main(["cat", str(tmp_path / "c"), "t", "--stats", "--json"]) == 0

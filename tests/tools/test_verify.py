@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -56,6 +58,12 @@ def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert "valid" in capsys.readouterr().out
 
 
+class Phase(enum.Enum):
+    """An enum of a training script."""
+
+    LAST = 1
+
+
 class Custom:
     """A class of a training script."""
 
@@ -80,6 +88,23 @@ def test_classes_that_loads_refuse_are_told_by_the_save_and_by_verify(
     monkeypatch.setenv("MCORE_CKPT_ALLOWED_CLASSES", name)
     assert main(["verify", str(tmp_path / "1")]) == 0
     assert "loads need" not in capsys.readouterr().out
+
+
+def test_each_value_of_a_key_is_looked_at_and_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Values of other classes, the archives of which have one length: padding makes it so."""
+    values = ["warmup", 1, np.array([1, "a"], dtype=object), 2, Phase.LAST, 3, np.array(["b", 2], dtype=object)]
+    told = []
+    for value in values:
+        caplog.clear()
+        dcp.save({"phase": value}, storage_writer=FileSystemWriterAsync(tmp_path), no_dist=True)
+        told.append([text for text in caplog.messages if text.startswith("phase: holds")])
+    assert [len(messages) for messages in told] == [0, 0, 1, 0, 1, 0, 0]
+    assert "phase: holds what loads do not read (expected a dtype" in told[2][0]
+    assert f"phase: holds {__name__}.Phase" in told[4][0]
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "MCORE_CKPT_ALLOWED_CLASSES=*: it holds what loads do not read in phase" in capsys.readouterr().out
 
 
 def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
