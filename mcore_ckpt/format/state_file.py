@@ -174,8 +174,10 @@ class _LoadRules(_TensorNotes):
             return None
         return None if found and found[1] and found[1].is_vouched else found
 
-    def _tensor(self, *description: Any) -> FileTensor:
-        return super()._tensor(*description[:-1], None)  # loads take what is conjugated or negated
+    def _tensor(
+        self, storage: Any, dtype: Any, place: tuple[Any, Any, Any], grad: Any, hooks: Any, flags: Any
+    ) -> FileTensor:
+        return super()._tensor(storage, dtype, place, grad, hooks, None)  # loads take conjugated and negated ones
 
     def _attributed(self, tensor: Any, kind: Any, state: Any) -> Any:
         if kind not in _BESIDE_TENSORS:

@@ -401,10 +401,11 @@ def tensor_stats(payloads: StoredPayloads, entry: TensorEntry, values: np.ndarra
                     squares += float(np.dot(finite, finite))
     if not finite_count:
         return Stats(count, None, None, None, None, None, zeros, nans, infinities)
-    mean, norm = total / finite_count, math.sqrt(squares)
-    variance = max(squares / finite_count - mean * mean, 0.0)  # in this order a NaN stays one
-    derived = (value if math.isfinite(value) else None for value in (mean, math.sqrt(variance), norm))
-    return Stats(count, low, high, *derived, zeros, nans, infinities)
+    average = total / finite_count
+    variance = max(squares / finite_count - average * average, 0.0)  # in this order a NaN stays one
+    derived = (average, math.sqrt(variance), math.sqrt(squares))
+    mean, std, norm = (value if math.isfinite(value) else None for value in derived)
+    return Stats(count, low, high, mean, std, norm, zeros, nans, infinities)
 
 
 def batches(numbers: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
