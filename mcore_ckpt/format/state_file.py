@@ -3,7 +3,7 @@
     read_state_file(read, ...)   a state dict; each tensor becomes a note of where its elements lie
     read_tensor_outline(...)     an item that holds one tensor, of any form
     read_plain(content, ...)     a stored object; every class stays an inert `Opaque`; without torch
-    refusals(content, ...)       what of a stored object loads refuse
+    refusals(content, ...)       the parts of a stored object that loads refuse
 
 A state dict may name what stored objects may (`safe_pickle.py`), but for one thing, since such files hold the arguments
 of a job and anything that its user added: what is not known, or not imported, stays an `Opaque` instead of an error;
@@ -186,7 +186,7 @@ class _LoadRules(_TensorNotes):
 
 
 def refusals(content: bytes | memoryview, where: str) -> dict[str, str]:
-    """What loads refuse of what `torch.save` wrote, in words, by the class that has to be allowed for it."""
+    """Parts of a stored object that loads refuse, in words, by the class that has to be allowed for each."""
     return _refused_in(_pickle_in(content, where), where)
 
 
