@@ -53,12 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not as_module and target[0] in ("-h", "--help", "--version"):
         print(f"mcore_ckpt {__version__}" if target[0] == "--version" else HELP)  # noqa: T201
         return 0
-    if not as_module and not Path(target[0]).exists():
-        print(f"mcore_ckpt.launch: there is no script {target[0]!r} in {Path.cwd()}", file=sys.stderr)  # noqa: T201
+    script = Path(target[0])
+    if script.is_dir():
+        script /= "__main__.py"
+    if not as_module and not script.exists():
+        print(f"mcore_ckpt.launch: there is no script '{script}' in {Path.cwd()}", file=sys.stderr)  # noqa: T201
         return 2
     if not as_module and not getattr(sys.flags, "safe_path", False):
         # Before install(): a checkout of Megatron-LM next to the script is the Megatron that the script will use.
-        sys.path[0] = str(Path(target[0]).resolve().parent)
+        sys.path[0] = str(script.resolve().parent)
     try:
         from mcore_ckpt.megatron.install import announce, install
 
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if as_module:
         runpy.run_module(target[0], run_name="__main__", alter_sys=True)
     else:
-        _run_script(target[0])
+        _run_script(script.absolute())
     return 0
 
 
@@ -95,9 +98,8 @@ def _how_it_saves(words: Sequence[str]) -> str:
     return f"saves are synchronous, training waits until each is durable; for asynchronous ones add {' '.join(missing)}"
 
 
-def _run_script(script: str) -> None:
+def _run_script(path: Path) -> None:
     """Run a file as `python file` does. `runpy` would take `__main__` away again before the exit handlers run."""
-    path = Path(script).absolute()
     module = types.ModuleType("__main__")
     vars(module).update(__file__=str(path), __builtins__=__builtins__)
     code = compile(path.read_bytes(), str(path), "exec")

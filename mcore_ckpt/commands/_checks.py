@@ -100,7 +100,7 @@ def _verify_weights(arguments: argparse.Namespace) -> Outcome:
     path, shown = arguments.checkpoint, False if arguments.quiet else None
     if arguments.check_optimizer or arguments.state:
         raise OptionError(f"{path}: holds safetensors; --check-optimizer and --state are for checkpoints")
-    check = partial(verify_weights, path, workers=max(1, arguments.workers), progress=shown)
+    check = partial(verify_weights, path, workers=arguments.workers, progress=shown)
     report = current_team().first("verify", check)
     unsaid = [] if report.records else ["no checksums are stored there: the structure alone was checked"]
     text = "\n".join([*_problem_lines(report.problems), *unsaid, _verdict(report)])
@@ -116,7 +116,7 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.tools.diff import checked_fingerprint, model_and_optimizer
 
     found, others = checked_fingerprint(
-        arguments.checkpoint, workers=max(1, arguments.workers), progress=False if arguments.quiet else None
+        arguments.checkpoint, workers=arguments.workers, progress=False if arguments.quiet else None
     )
     model, optimizer = model_and_optimizer(found)
     document["state"] = {"total": str(found), "model": str(model), "optimizer": str(optimizer), "not_as_saved": others}
@@ -158,7 +158,7 @@ def _verified(arguments: argparse.Namespace) -> Outcome:
     shown, accepted = False if arguments.quiet else None, None
     if arguments.accept_common_state and not arguments.dry_run:
         accepted = current_team().first("accept the common state", lambda: accept_common_file(directory))
-    workers, lost_index = max(1, arguments.workers), other is not None
+    workers, lost_index = arguments.workers, other is not None
     report = verify_checkpoint(directory, workers=workers, optimizer=optimizer, lost_index=lost_index, progress=shown)
     if other is not None and (report.problems or report.removed):
         report = repair_checkpoint(report, other, dry_run=arguments.dry_run, progress=shown)

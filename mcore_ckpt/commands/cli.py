@@ -21,6 +21,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
 
 from mcore_ckpt.core.console import human_bytes, is_terminal
@@ -289,6 +290,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: the next file that is opened would get its number
+            setattr(sys, name, Path(os.devnull).open("r+"))  # noqa: SIM115
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(*words[:1])
     if not words:
@@ -297,6 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if getattr(arguments, "workers", 1) < 1:
+        arguments.parser.error(f"--workers {arguments.workers}: expected at least 1")
     tell_unknown_variables()
     try:
         return _run(arguments, words)

@@ -30,6 +30,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, overload
 
+from mcore_ckpt.core.errors import OptionError
+
 
 def free_host_bytes() -> int:
     """Memory that this host, or the control groups that this process lives in, have to spare, in bytes."""
@@ -422,15 +424,17 @@ class Crew:
 
 def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, name: str = "mcore_ckpt-read") -> None:
     """Call `work` on each task, in order, in at most `threads` threads. The first error ends it, and is raised."""
+    if threads < 1:  # none would do the work, and nothing would tell
+        raise OptionError(f"workers={threads}: expected at least 1")
     remaining = iter(tasks)
-    first = list(islice(remaining, 2))
+    first = list(islice(remaining, threads))
     remaining = chain(first, remaining)
-    if len(first) < 2 or threads == 1:
+    if len(first) < 2:
         for task in remaining:
             work(task)
         return
     lock = threading.Lock()  # generators are not thread-safe
-    crew = Crew(threads, name)
+    crew = Crew(len(first), name)
 
     def share() -> None:
         while crew.failure is None:
@@ -441,7 +445,7 @@ def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, n
             work(taken[0])
 
     with crew:
-        for _ in range(threads):
+        for _ in first:
             crew.submit(share)
 
 
@@ -455,5 +459,5 @@ def run_concurrently(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, .
     """The values of all calls, made in at most `threads` threads; then the first error in their order is raised."""
     outcomes: dict[int, Any] = {}
 
-    in_parallel(range(len(calls)), lambda n: outcomes.update({n: Outcome.of(calls[n])}), min(threads, len(calls)))
+    in_parallel(range(len(calls)), lambda n: outcomes.update({n: Outcome.of(calls[n])}), threads)
     return tuple(outcomes[number].value() for number in range(len(calls)))

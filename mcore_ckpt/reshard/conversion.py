@@ -240,6 +240,7 @@ def write_all(
     advance: Callable[[int], None],
 ) -> None:
     """Write all files of a target that are not there yet; `advance` is called with payload bytes that were written."""
+    workers = min(workers, max(1, len(plan.parts)))
     most = max((len(part.files) for part in plan.parts), default=0)
     begun = sum(1 for _ in Path("/proc/self/fd").iterdir())
     count = 2 * workers * most + payloads.open_files + _OTHER_FILES + begun
@@ -387,7 +388,7 @@ def check_all(
                     bar.advance(division.payload_bytes)
 
         def check_own(own: Sequence[Division]) -> None:
-            in_parallel(in_shares(own, _NBYTES, workers), check, workers)
+            in_parallel(in_shares(own, _NBYTES, min(workers, len(own))), check, workers)
             for fqn, other in objects:  # objects keep their keys
                 if written.object_bytes(other) != payloads.object_bytes(payloads.index.objects[fqn]):
                     raise CorruptCheckpointError(

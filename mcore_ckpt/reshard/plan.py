@@ -271,7 +271,7 @@ def plan_torch_dist(
         empty += [(tensor, n) for n in set(range(len(tensor.slices))).difference(*(b.targets for b in of_tensor))]
     found.sort(key=lambda one: one[0].entry.chunks[one[1].sources[0]].item[:2])
     nbytes = sum(_cost(one) for one in found)
-    number = max(workers, min(_MOST_PARTS, nbytes // _PART_BYTES))
+    number = min(_MOST_PARTS, max(workers, nbytes // _PART_BYTES))
     contents = [_Contents(index, n, number, name_of) for n in range(number)]
     for entry, rank in objects:
         contents[0].objects.setdefault(contents[0].file_of(rank), []).append(entry)

@@ -23,6 +23,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -383,10 +384,10 @@ def _open(target: Path, folder: Path, fingerprint: str, *, restart: bool) -> Fil
                         crcs = [(key, number, crc) for (key, number), crc in left.crcs.items()]
                         journal.record(left.written.values(), crcs)
                     left.remove()
-            if journal.is_new and folder.is_dir() and any(folder.iterdir()):
+            if folder.exists() and (not folder.is_dir() or (journal.is_new and any(folder.iterdir()))):
                 raise OptionError(
-                    f"{folder}: holds what no command of mcore-ckpt has left there; remove that, or choose another "
-                    "name for the target"
+                    f"{folder}: is or holds what no command of mcore-ckpt has left there; remove that, or choose "
+                    "another name for the target"
                 )
             if restart or journal.fingerprint != fingerprint or not folder.is_dir():
                 if journal.written and folder.is_dir() and not restart:
@@ -476,7 +477,8 @@ class FileJournal(Journal):
 
     def _read(self) -> None:
         nbytes = 0
-        for line in read_small_file(self.path.parent, self.path.name, _MAX_BYTES).splitlines(keepends=True):
+        content = read_small_file(self.path.parent, self.path.name, _MAX_BYTES)
+        for line in content.splitlines(keepends=True):
             if _framed(line[_SUM_BYTES:]) != line:
                 break
             found = json.loads(line[_SUM_BYTES:])
@@ -485,6 +487,10 @@ class FileJournal(Journal):
             else:
                 self.fingerprint, self.save_id = found[0], bytes.fromhex(found[1])
             nbytes += len(line)
+        if not nbytes and not _BEGUN.match(content):
+            raise OptionError(
+                f"{self.path}: is no journal of mcore-ckpt; remove it, or choose another name for the target"
+            )
         os.ftruncate(self._fd, nbytes)
 
     def begin(self, fingerprint: str) -> None:
@@ -519,6 +525,8 @@ class FileJournal(Journal):
 
 
 _SUM_BYTES: Final = 9
+# How a journal starts of which nothing else may have arrived.
+_BEGUN: Final = re.compile(rb"\0*\Z|[0-9a-f]{8} \[")
 
 
 def bind_common_file(content: bytes, directory: Path) -> bytes:

@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
@@ -403,6 +404,8 @@ def diff_checkpoints(
         LoadError: a save has replaced one of them meanwhile.
         ChecksumError: a tensor or an object differs since one of them is damaged, or a common state is.
     """
+    if not (rtol >= 0 and atol >= 0 and workers >= 1):
+        raise OptionError(f"rtol={rtol}, atol={atol}, workers={workers}: expected at least 0, 0 and 1")
     directories = checkpoint_directory(a), checkpoint_directory(b)
     wanted = key_filter(only)
     results: dict[str, Difference] = {}

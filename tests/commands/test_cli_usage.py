@@ -111,6 +111,8 @@ def test_launch_explains_itself(tmp_path: Path) -> None:
         return "\n".join(lines)
 
     assert "saves are synchronous" in in_child(said)
+    (tmp_path / "job.py").rename(tmp_path / "__main__.py")
+    assert in_child(lambda: str(launch([str(tmp_path)]))) == "0"
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["inspect", "x", "--files", "--args"]], ids=" ".join)
@@ -218,6 +220,12 @@ def test_a_reader_that_goes_away_changes_nothing(tmp_path: Path) -> None:
     line = f"{sys.executable} -m mcore_ckpt verify {tmp_path / 'c'} | true; echo ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert (ended.stderr, ended.stdout) == ("", "1\n")
+
+
+def test_without_standard_streams_the_exit_code_says_all(checkpoint: Path) -> None:
+    line = f"{sys.executable} -m mcore_ckpt verify {checkpoint} <&- >&-"
+    ended = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120)
+    assert (ended.stderr, ended.returncode) == ("", 0)
 
 
 def test_scripts_reshard_is_the_command(checkpoint: Path, tmp_path: Path) -> None:

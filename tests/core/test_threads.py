@@ -83,6 +83,18 @@ def test_nobody_works_on_when_starting_threads_was_interrupted(
     assert len(done) == left < 5000
 
 
+def test_there_are_no_more_threads_than_tasks() -> None:
+    both = threading.Barrier(2, timeout=30)
+    names: set[str] = set()
+
+    def work(task: int) -> None:
+        names.add(threading.current_thread().name)
+        both.wait()
+
+    in_parallel(range(2), work, 100_000)
+    assert names == {"mcore_ckpt-read-0", "mcore_ckpt-read-1"}
+
+
 def _suspended() -> bool:
     def task() -> None:
         suspend(for_s=3.0)

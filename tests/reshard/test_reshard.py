@@ -84,6 +84,11 @@ def test_the_same_tensors_under_another_layout(checkpoint: Path, tmp_path: Path,
     assert {path.name for path in (tmp_path / "target").glob("*.distcp")} == {item.file for item in items}
 
 
+def test_workers_beyond_all_work_make_no_files(checkpoint: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(checkpoint, tmp_path / "t", tp=1, workers=100_000)
+    assert len([*(tmp_path / "t").glob("*.distcp")]) <= 32
+
+
 def test_each_rank_finds_its_shards_whole_in_its_own_files(checkpoint: Path, tmp_path: Path) -> None:
     reshard_checkpoint(checkpoint, tmp_path / "t", tp=4, pp=2)
     index = read_index(tmp_path / "t")

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.image.layout import WrittenFile
 from mcore_ckpt.reshard.target_directory import FileJournal, begun_work, refuse_target, target_folder
 
@@ -86,7 +86,7 @@ def test_the_same_work_is_resumed(tmp_path: Path, end: bytes) -> None:
 def test_what_is_of_no_use_goes(tmp_path: Path, kind: str) -> None:
     folder = left_by(tmp_path / "t", WORK, is_begun=kind != "nothing done")
     if kind == "damaged journal":
-        (tmp_path / "t.partial.journal").write_text('{"version": 4, "fingerprint": 5}\n{"worker": "x"}\n')
+        (tmp_path / "t.partial.journal").write_text('deadbeef ["work", "00"]\n{"worker": "x"}\n')
     elif kind == "no folder":
         (folder / "half").unlink()
         folder.rmdir()
@@ -98,9 +98,22 @@ def test_what_no_command_has_left_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "t.partial").mkdir()
     (tmp_path / "t.partial" / "file").write_bytes(b"hours of work")
     for _ in range(2):
-        with pytest.raises(OptionError, match=r"t\.partial: holds what no command"):
+        with pytest.raises(OptionError, match=r"t\.partial: is or holds what no command"):
             make(tmp_path / "t", restart=True)
     assert names(tmp_path / "t.partial") == ["file"]
+
+
+@pytest.mark.parametrize("name", ["t.partial", "t.partial.journal"])
+def test_a_pipe_or_a_file_of_the_user_is_named_and_left_alone(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=name):
+        make(tmp_path / "t")
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_text("notes")
+    with pytest.raises(OptionError, match=name):
+        make(tmp_path / "t", restart=True)
+    assert (tmp_path / name).read_text() == "notes"
+    assert names(tmp_path) == [name]
 
 
 def test_the_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:

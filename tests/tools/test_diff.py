@@ -15,6 +15,7 @@ import torch
 
 from mcore_ckpt import ChecksumError, checkpoint_fingerprint, open_checkpoint
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.fingerprints import TensorFingerprint, state_of
 from mcore_ckpt.format.index import ObjectEntry, StoredItem
 from mcore_ckpt.format.metadata_read import read_index
@@ -48,6 +49,14 @@ def test_identical_under_different_sharding(tmp_path: Path, capsys: pytest.Captu
     assert "identical" in capsys.readouterr().out
     write_model(tmp_path / "c", tp=4)
     assert main(["diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
+
+
+@pytest.mark.parametrize("option", ["rtol=nan", "atol=-1.0", "workers=0"])
+def test_a_tolerance_that_is_none_is_refused(tmp_path: Path, option: str) -> None:
+    name, _, value = option.partition("=")
+    given: dict[str, Any] = {name: float(value) if "tol" in name else int(value)}
+    with pytest.raises(OptionError, match=option):
+        diff_checkpoints(tmp_path / "a", tmp_path / "b", values=False, **given)
 
 
 def test_keys_on_one_side_objects_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

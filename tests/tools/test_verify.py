@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
@@ -56,6 +56,14 @@ def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert report.unchecked == 0
     assert main(["verify", str(checkpoint)]) == 0
     assert "valid" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, -3])
+def test_nothing_is_called_whole_that_nobody_reads(checkpoint: Path, workers: int) -> None:
+    with pytest.raises(OptionError, match=f"workers={workers}"):
+        verify_checkpoint(checkpoint, workers=workers)
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", str(checkpoint), f"--workers={workers}"])
 
 
 class Phase(enum.Enum):
