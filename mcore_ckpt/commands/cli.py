@@ -301,8 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if getattr(arguments, "workers", 1) < 1:
-        arguments.parser.error(f"--workers {arguments.workers}: expected at least 1")
+    workers = getattr(arguments, "workers", None)
+    if workers is not None and workers < 1:
+        arguments.parser.error(f"--workers {workers}: expected at least 1")
     tell_unknown_variables()
     try:
         return _run(arguments, words)
