@@ -29,7 +29,7 @@ from mcore_ckpt.commands.cli import (
 )
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import LoadError, OptionError, UnsupportedMegatronError, without_tracebacks
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, unknown_variables
 from mcore_ckpt.core.team import current_team
 
 if TYPE_CHECKING:
@@ -78,11 +78,16 @@ def run_verify(arguments: argparse.Namespace) -> Outcome:
 
 def _verify_one(arguments: argparse.Namespace, checkpoint: str) -> Outcome:
     """One checkpoint of a run: that it cannot be read keeps nobody from the others."""
+    from mcore_ckpt.directory.iterations import is_gone
+
     try:
-        return _verify(argparse.Namespace(**{**vars(arguments), "checkpoint": checkpoint}))
+        found = _verify(argparse.Namespace(**{**vars(arguments), "checkpoint": checkpoint}))
     except LoadError as error:
         said = without_tracebacks(str(error))
-        return Outcome({"whole": False, "error": said}, one_line(said), DIFFERS)
+        found = Outcome({"whole": False, "error": said}, one_line(said), DIFFERS)
+    if found.code != DONE and is_gone(checkpoint_path(checkpoint)):
+        return Outcome({"removed": True}, one_line(f"{checkpoint}: has been removed since the run was listed"))
+    return found
 
 
 def _verify(arguments: argparse.Namespace) -> Outcome:

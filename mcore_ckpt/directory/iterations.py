@@ -26,7 +26,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.directory.commit import CLAIM, notes, seems_gone
+from mcore_ckpt.directory.commit import CLAIM, REMOVED, notes, seems_gone
 from mcore_ckpt.directory.in_force import (
     RELEASE,
     DrainNote,
@@ -45,6 +45,7 @@ from mcore_ckpt.format.index import (
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
+    METADATA_FILE,
     checked_footer,
     encode_config,
     read_common_file,
@@ -189,6 +190,14 @@ def directories_of_run(run: str | os.PathLike[str]) -> list[Path]:
         more = f"; those in it that hold some: {runs}" if runs else ""
         raise CheckpointNotFoundError(f"{run}: no checkpoints in it: expected directories such as iter_0000100{more}")
     return found
+
+
+def is_gone(directory: Path) -> bool:
+    """Whether a checkpoint that was there before has been removed, or is being removed in a store."""
+    storage = storage_at(directory)
+    with contextlib.suppress(LoadError):
+        return not storage.is_directory() or storage.read(METADATA_FILE, len(REMOVED)) == REMOVED
+    return False
 
 
 def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoint, CheckpointIndex | None]:

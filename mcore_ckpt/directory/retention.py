@@ -53,6 +53,7 @@ from mcore_ckpt.directory.iterations import (
     files_below,
     flaw_of_files,
     folders_of,
+    is_gone,
     look_at,
 )
 from mcore_ckpt.format.index import CheckpointIndex
@@ -76,6 +77,8 @@ REMOVAL: Final = "removal"
 _READ = "a load is reading it"
 NOT_COPIED = "it is not in the second tier"
 LOCKED: Final = "a save is at work in it, or has died there"
+_OTHER_REMOVAL: Final = "another removal is at work in it"
+GONE: Final = "another removal has removed it"
 # A mark in a store is taken away within so long, or stays.
 _MARK_GOES_WITHIN_S = YOUNG_S / 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -184,12 +187,20 @@ def prune_run(
         reason = _reason_to_keep(checkpoint, newest, links, keep_last, keep_every)
         reason = reason or _linked(checkpoint, links) or _reason_to_wait(storage)
         if reason is not None:
-            decisions.append(PruneDecision(checkpoint, True, reason))
+            decision = PruneDecision(checkpoint, True, reason)
         elif remove:
-            decisions.append(_remove(checkpoint, run))
+            try:
+                decision = _remove(checkpoint, run)
+            except SaveError:
+                if not is_gone(checkpoint.path):
+                    raise
+                decision = PruneDecision(checkpoint, True, GONE)
         else:
             why = "a removal was interrupted" if _half_removed(storage) else "old"
-            decisions.append(PruneDecision(checkpoint, False, why))
+            decision = PruneDecision(checkpoint, False, why)
+        if decision.keep and is_gone(checkpoint.path):
+            decision = PruneDecision(checkpoint, False, GONE)
+        decisions.append(decision)
     return PruneReport(str(run), remove, tuple(decisions))
 
 
@@ -235,8 +246,8 @@ def _reason_to_keep(
         return "the tracker file names it"
     if checkpoint.name in links:
         return "its directory is a link"
-    if checkpoint.locked and not is_of_removals(storage_at(checkpoint.path)):
-        return LOCKED
+    if checkpoint.locked and (why := lock_of(storage_at(checkpoint.path))) is not None:
+        return why
     if _half_removed(storage_at(checkpoint.path)):
         return None
     if newest.lowest is None:
@@ -296,17 +307,19 @@ def _not_copied(storage: Storage) -> str | None:
     return f"{NOT_COPIED}, {note.to}"
 
 
-def is_of_removals(storage: Storage, own: str = "") -> bool:
-    """Whether all notes in a directory but one's own are of removals, none of them known to be at work."""
+def lock_of(storage: Storage, own: str = "") -> str | None:
+    """Who keeps others out of a directory by a note, but one's own; None: at most removals, none of them known to be at
+    work.
+    """
     try:
         found = [owner for owner in notes(storage, storage.list()) if owner.save != own]
     except LoadError:
-        return False
-    return all(
-        ((owner.noted or {}).get(REMOVAL) is True and owner.process_state() != "alive")
-        or (not owner.host and _ended_as_model_only(storage, owner.save))
-        for owner in found
-    )
+        return LOCKED
+    others = [owner for owner in found if (owner.noted or {}).get(REMOVAL) is not True]
+    if not all(not owner.host and _ended_as_model_only(storage, owner.save) for owner in others):
+        return LOCKED
+    at_work = any(owner.process_state() == "alive" for owner in found if owner not in others)
+    return _OTHER_REMOVAL if at_work else None
 
 
 def _ended_as_model_only(storage: Storage, save: str) -> bool:
@@ -326,8 +339,8 @@ def reason_to_stay(checkpoint: RunCheckpoint, run: str | os.PathLike[str], own: 
     published = there.version(METADATA_FILE)
     if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
         return "it has been saved again"
-    if not is_of_removals(there, own):
-        return LOCKED
+    if (why := lock_of(there, own)) is not None:
+        return why
     note = there.version(note_name(own))
     return _reason_to_wait(there, None if note is None else note.modified_ns)
 
@@ -335,16 +348,16 @@ def reason_to_stay(checkpoint: RunCheckpoint, run: str | os.PathLike[str], own: 
 def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDecision:
     """Remove a checkpoint, unless it has come into use meanwhile."""
     storage = storage_at(checkpoint.path)
-    if not is_of_removals(storage):
-        return PruneDecision(checkpoint, True, LOCKED)
+    if (why := lock_of(storage)) is not None:
+        return PruneDecision(checkpoint, True, why)
     try:
         commit = Commit.begin(storage, {REMOVAL: True})
     except SaveError as error:
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in _FULL:
-            if is_of_removals(storage):
-                raise SaveError(f"{checkpoint.path}: cannot be removed: {error}") from error
-            return PruneDecision(checkpoint, True, LOCKED)
+            if (why := lock_of(storage)) is not None:
+                return PruneDecision(checkpoint, True, why)
+            raise SaveError(f"{checkpoint.path}: cannot be removed: {error}") from error
         commit = None  # the note keeps saves out, as a rule; where no space is left, none can be made
     reason = partial(reason_to_stay, checkpoint, run, "" if commit is None else commit.id)
     try:
@@ -399,6 +412,15 @@ def _bring_back(aside: Path, directory: Path) -> None:
 
 def _remove_aside(aside: Path, directory: Path) -> tuple[str, ...]:
     """Remove what is a checkpoint's own of a directory that was renamed; the rest gets its place back. Returns that."""
+    try:
+        return _emptied(aside, directory)
+    except (SaveError, LoadError, OSError):
+        if not is_gone(aside):
+            raise
+        return ()  # another removal has finished it
+
+
+def _emptied(aside: Path, directory: Path) -> tuple[str, ...]:
     storage = storage_at(aside)
     names = [*_below(aside, storage), *_of_checkpoint(storage)]
     for name in names:
@@ -426,7 +448,9 @@ def _finished(run: str | os.PathLike[str]) -> list[PruneDecision]:
         aside, directory = checkpoint_path(run) / found[0], checkpoint_path(run) / found["name"]
         checkpoint = replace(look_at(aside)[0], path=directory, iteration=iteration_of(found["name"]))
         there = storage_at(aside)
-        if _sum(identity_in_force(there)) not in (found["judged"], _sum(None)):
+        if (why := lock_of(there)) is not None and not is_gone(aside):
+            done.append(PruneDecision(checkpoint, True, why))
+        elif _sum(identity_in_force(there)) not in (found["judged"], _sum(None)):
             _bring_back(aside, directory)  # it was saved after it was judged
         elif there.is_in_use(METADATA_FILE):
             done.append(PruneDecision(checkpoint, True, _READ))

@@ -24,14 +24,14 @@ from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import Commit, identity_in_force, note_name
 from mcore_ckpt.directory.in_force import index_files
-from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files
+from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files, is_gone
 from mcore_ckpt.directory.publish import discard
 from mcore_ckpt.directory.retention import (
-    LOCKED,
+    GONE,
     REMOVAL,
     PruneDecision,
     PruneReport,
-    is_of_removals,
+    lock_of,
     prune_run,
     reason_to_stay,
 )
@@ -77,6 +77,9 @@ def remove_optimizers(
         try:
             decisions.append(decision if decision.keep else _decide(decision.checkpoint, run, by, remove=remove))
         except (LoadError, SaveError) as error:  # the others do not wait for it
+            if is_gone(decision.checkpoint.path):
+                decisions.append(PruneDecision(decision.checkpoint, False, GONE))
+                continue
             decisions.append(PruneDecision(decision.checkpoint, True, f"{FAILED}: {error}"))
     return PruneReport(str(run), remove, tuple(decisions))
 
@@ -101,7 +104,7 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
         return keep("it has nothing else" if going else "it has no optimizer's state")
     if not remove:
         return PruneDecision(checkpoint, False, "old", stays_bytes=checkpoint.size_bytes - sum(going))
-    if (why := flaw_of_files(checkpoint.path) or (None if is_of_removals(storage) else LOCKED)) is not None:
+    if (why := flaw_of_files(checkpoint.path) or lock_of(storage)) is not None:
         return keep(why)
     what = f"the optimizer's state ({counted(len(going), 'item')}, {human_bytes(sum(going))})"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

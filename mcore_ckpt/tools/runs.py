@@ -56,6 +56,7 @@ from mcore_ckpt.directory.iterations import (
     RunCheckpoint,
     directories_of_run,
     files_below,
+    is_gone,
     iteration_directories,
     look_at,
     refuse_incomplete,
@@ -150,10 +151,14 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     directories = iteration_directories(run) or _checkpoints_in(checkpoint_path(run), folders)
     for directory in directories if directories or unfinished else directories_of_run(run):
         checkpoint, index = look_at(directory, tracked=tracked)
+        if checkpoint.problems and is_gone(directory):
+            continue
         layout = None if index is None else layout_of_chunks(index)
         exported = exports is not None and storage_at(exports / directory.name).exists(HF_INDEX)
         found.append(ListedCheckpoint(checkpoint, layout, exported))
     named = next((listed.checkpoint for listed in found if listed.checkpoint.tracked), None)
+    if tracked is not None and named is None and tracked_name(run) != tracked:
+        return list_run(run)  # a job has saved meanwhile, and removed that
     if tracked is not None and named is None:
         problem = f"it names {tracked}, which is not there"
     elif named is not None and named.newer:
@@ -412,6 +417,7 @@ class _Held(NamedTuple):
 def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
     """Compare each complete checkpoint of a run with the next one. `CheckpointNotFoundError`: there are no two."""
     looked = [look_at(directory) for directory in directories_of_run(run)]
+    looked = [(one, index) for one, index in looked if one.whole or not is_gone(one.path)]
     indexes = [(one.name, index) for one, index in looked if one.whole and one.iteration is not None and index]
     if len(indexes) < 2:
         raise CheckpointNotFoundError(f"{run}: a lineage takes two complete checkpoints of a run, found {len(indexes)}")

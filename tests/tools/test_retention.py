@@ -32,6 +32,7 @@ from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
+from mcore_ckpt.tools import runs
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
 from tests.support.faulty_storage import Faults, FaultyStorage
@@ -239,6 +240,46 @@ def test_folders_that_megatron_has_made_in_a_checkpoint_go_with_it(
 def holding_files(root: str | Path) -> list[str]:
     """The folders of a run but for empty ones, which some stores list for a while."""
     return sorted({name.split("/")[0] for name in files_below(checkpoint_path(root))})
+
+
+def test_what_goes_while_a_run_is_looked_at_is_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    look, listed = runs.look_at, runs.list_run
+
+    def look_at(directory: Path, **given: Any) -> Any:
+        if directory.name == name_of(100):
+            shutil.rmtree(directory, ignore_errors=True)
+        return look(directory, **given)
+
+    monkeypatch.setattr(runs, "look_at", look_at)
+    assert main(["list", str(run)]) == 0
+    assert "4 checkpoints, 4 complete" in capsys.readouterr().out
+
+    def list_then_remove(path: Path) -> Any:
+        report = listed(path)
+        shutil.rmtree(run / name_of(200))
+        return report
+
+    monkeypatch.setattr(runs, "list_run", list_then_remove)
+    assert main(["verify", str(run), "--all"]) == 0
+    assert f"{name_of(200)}: has been removed since" in capsys.readouterr().out
+
+
+def test_two_removals_at_once_go_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Commit.begin(storage_at(run / name_of(200)), {retention.REMOVAL: True}):
+        report = prune_run(run, keep_last=2)
+    assert (why(report, 200), going(report)) == ("another removal is at work in it", [100, 300])
+    remove = retention._remove
+
+    def removed_before(*given: Any) -> Any:
+        monkeypatch.setattr(retention, "_remove", remove)
+        prune_run(run, keep_last=1, remove=True)
+        return remove(*given)
+
+    monkeypatch.setattr(retention, "_remove", removed_before)
+    report = prune_run(run, keep_last=1, remove=True)
+    assert (why(report, 100), going(report)) == (retention.GONE, [100, 200, 300, 400])
 
 
 def test_release_and_what_lies_behind_a_link_stay(run: Path, tmp_path: Path) -> None:
