@@ -448,8 +448,8 @@ def _finished(run: str | os.PathLike[str]) -> list[PruneDecision]:
         aside, directory = checkpoint_path(run) / found[0], checkpoint_path(run) / found["name"]
         checkpoint = replace(look_at(aside)[0], path=directory, iteration=iteration_of(found["name"]))
         there = storage_at(aside)
-        if (why := lock_of(there)) is not None and not is_gone(aside):
-            done.append(PruneDecision(checkpoint, True, why))
+        if _is_at_work(there):
+            done.append(PruneDecision(checkpoint, True, _OTHER_REMOVAL))
         elif _sum(identity_in_force(there)) not in (found["judged"], _sum(None)):
             _bring_back(aside, directory)  # it was saved after it was judged
         elif there.is_in_use(METADATA_FILE):
@@ -457,6 +457,13 @@ def _finished(run: str | os.PathLike[str]) -> list[PruneDecision]:
         else:
             done.append(PruneDecision(checkpoint, False, "removed", _remove_aside(aside, directory)))
     return done
+
+
+def _is_at_work(aside: Storage) -> bool:
+    with contextlib.suppress(LoadError):
+        others = [owner for owner in notes(aside, aside.list()) if owner.pid != os.getpid()]
+        return any(owner.process_state() == "alive" for owner in others)
+    return False
 
 
 # In an object store
