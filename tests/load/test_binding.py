@@ -110,7 +110,13 @@ def take_the_footer_away(a: Path, b: Path) -> None:
     data_file(a).write_bytes(data_file(a).read_bytes()[:-64] + bytes(64))
 
 
-ATTACKS = [swap, take_data, take_metadata, take_one_file, cut, lengthen, take_the_footer_away]
+def lengthen_in_front_of_the_footer(a: Path, b: Path) -> None:
+    content = data_file(a).read_bytes()
+    data_file(a).write_bytes(content[:-64] + bytes(64) + content[-64:])
+
+
+ATTACKS = [swap, take_data, take_metadata, take_one_file, cut, lengthen, lengthen_in_front_of_the_footer]
+ATTACKS += [take_the_footer_away]
 
 
 def by_reader(directory: Path) -> dict[str, torch.Tensor]:
@@ -161,6 +167,20 @@ def test_what_does_not_belong_together_is_refused(a: Path, b: Path, attack: Call
         with pytest.raises((CorruptCheckpointError, dcp.CheckpointException), match="distcp"):
             load(a)
     assert not verify_checkpoint(a).whole
+
+
+@pytest.mark.parametrize(
+    ("attack", "says"),
+    [
+        (take_one_file, "data files and .metadata of two saves were mixed"),
+        (swap, "files of two ranks were swapped or renamed"),
+        (lengthen_in_front_of_the_footer, "truncated or extended"),
+    ],
+)
+def test_what_has_happened_is_said(a: Path, b: Path, attack: Callable[[Path, Path], None], says: str) -> None:
+    attack(a, b)
+    with pytest.raises(CorruptCheckpointError, match=says):
+        by_reader(a)
 
 
 @pytest.mark.parametrize("attack", [unseal_and_swap, unseal_and_point_elsewhere])
