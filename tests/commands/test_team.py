@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from mcore_ckpt.reshard.target_directory import target_folder
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 from tests.support.local_files import contents, flip
 from tests.support.model_like import write_model
+from tests.support.object_server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 Shown = tuple[int, str, str]
@@ -77,12 +77,6 @@ def damage(directory: Path) -> None:
     """In what the first of two ranks reads, and in what the second does."""
     flip(directory / "__0_1.distcp", 40_000)
     flip(directory / "__1_1.distcp", 40_000)
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def shown(line: str) -> Shown:
