@@ -1,7 +1,5 @@
 """Settings shared by all tests: one thread a process, reproducible hypothesis runs, GPU tests skipped without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The package is built as docs/design.md says: these tests hold the imports against the table of layers in it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What pages show can be typed as it stands, and is so: command lines, names, options, figures, pictures."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """What a contributor and a public CI run: the same few targets."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

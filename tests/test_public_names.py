@@ -1,7 +1,5 @@
 """The public names: exactly these, each importable, without megatron-core where it is not needed."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import re

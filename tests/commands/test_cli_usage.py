@@ -1,7 +1,5 @@
 """The command from outside: what it imports, its exit codes, its errors."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

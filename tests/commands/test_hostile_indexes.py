@@ -1,7 +1,5 @@
 """Whatever an index claims, a command ends soon, in bounded memory, with an error of ours or an answer."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

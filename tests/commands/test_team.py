@@ -1,7 +1,5 @@
 """One command on several processes: the bytes and the report of one process, one error, and nothing done twice."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Boxes: overlaps, where rows lie in memory, what a tiling's faults are called; by example and against numpy."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Fingerprints against the CRC-32 of whole tensors, whatever the slices; the vectors of docs/format.md; CRC-32s."""
 
-from __future__ import annotations
-
 import random
 import re
 import zlib

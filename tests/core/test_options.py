@@ -1,7 +1,5 @@
 """Options: what cannot work is refused by name, and a launch can set each from the environment."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """A local path is a local path; a URL is one of a store that is known, or refused alike at every entrance."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Coordination: one exchange where possible, every rank's error on every rank, groups that follow the default group."""
 
-from __future__ import annotations
-
 import operator
 import os
 import re

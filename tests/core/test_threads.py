@@ -1,7 +1,5 @@
 """A crew of threads: tasks in order, the first error, and nothing that works on when its caller has left."""
 
-from __future__ import annotations
-
 import threading
 import time
 from functools import partial

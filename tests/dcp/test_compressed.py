@@ -1,7 +1,5 @@
 """Checkpoints that DCP's own writer has compressed are read, and what is wrong with one is said."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Tensors that say more than their sizes do: several slices in one, other tensors inside, or no memory at all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,7 +124,7 @@ class Quantized(torch.Tensor):
     """Holds codes and a scale, as torchao's classes do."""
 
     @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantized:
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> "Quantized":
         return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:

@@ -4,8 +4,6 @@ Each case is saved and read by ours, saved by ours and read by stock, and the ot
 optimizers, parts of a checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The storage writer under plain torch.distributed.checkpoint: a drop-in that replaces safely and checks results."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A file system that records and fails (`fuse_memory`), and ranks that save on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Savers in one directory that are stopped, killed or refused: one wins, the others are told, nothing is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

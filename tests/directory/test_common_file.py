@@ -1,7 +1,5 @@
 """The common state belongs to its save: another beside a sealed `.metadata` is refused, until somebody accepts it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ in a process without this package, and by stock DCP. All ranks say the same, nob
 `fuse_memory`, `checkpoint_reader` and `gloo_ranks`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """A run's checkpoints: which there are, which are whole, which one the tracker names."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Saves of two ranks, and the tools, on ext4, btrfs and XFS: loss of power, and a disk that is really full."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

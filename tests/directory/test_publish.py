@@ -1,7 +1,5 @@
 """The commit protocol: a directory holds the old checkpoint or the new one, after a failure or a crash at any step."""
 
-from __future__ import annotations
-
 import os
 import re
 from array import array

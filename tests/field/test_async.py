@@ -1,7 +1,5 @@
 """Reports of asynchronous saves: what they write, and what becomes of them when they fail. One rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Reports of files: what was written is not what was to be, or what is read is not what was written."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from pathlib import Path

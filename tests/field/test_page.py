@@ -1,7 +1,5 @@
 """`docs/field.md` has a row for each report that a test replays, with what that test asserts, and no other."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reports of what ranks hold differently and tell each other: formats of the optimizer's state, plans. Two ranks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Two data-parallel ranks train a small model, save it, and build the model again from another seed, as a restart does.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

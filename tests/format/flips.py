@@ -23,8 +23,6 @@ that files which were swapped, or are of another save, are told from those that 
 checked, and that a key is known to have had another name; all else must not happen to any.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools

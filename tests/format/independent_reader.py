@@ -10,8 +10,6 @@ Numbers of dtypes that numpy does not have come as unsigned integers of their si
 behind stream transforms, items in forms that only other writers make).
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -62,7 +60,7 @@ class Checkpoint:
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)  # their pickles
     sealed: bool = False
-    regions: list[Region] = field(default_factory=list)  # of parameters in flat buckets
+    regions: list["Region"] = field(default_factory=list)  # of parameters in flat buckets
 
 
 class Chunk(NamedTuple):
@@ -338,7 +336,7 @@ class Inert:
 
     where = ("", "")
 
-    def __new__(cls, *arguments: Any, **_: Any) -> Inert:
+    def __new__(cls, *arguments: Any, **_: Any) -> "Inert":
         made = object.__new__(cls)
         made.__dict__.update({"arguments": arguments, "state": None})
         return made

@@ -12,8 +12,6 @@ The committed ones were written with torch 2.13.0, unless their names say anothe
 Those of DCP, and of Megatron-Core up to 0.15, were written by an earlier form of this script.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

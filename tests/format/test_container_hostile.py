@@ -3,8 +3,6 @@
 Also items that old versions of torch and of this package wrote, frozen: those must stay readable.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

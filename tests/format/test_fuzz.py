@@ -5,8 +5,6 @@ takes a few seconds of mutations from a fixed seed; `MCORE_CKPT_TEST_FUZZ_SECOND
 time. What is found belongs into `corpus/<target>/`, and into a test with a name.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import random

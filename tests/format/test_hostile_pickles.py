@@ -3,8 +3,6 @@
 Each of these crashed the process, filled the memory, hung, or changed what all share, when `pickle` or torch read it.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What the writer writes, read by a reader that was written from docs/format.md alone (`independent_reader`)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

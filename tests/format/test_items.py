@@ -1,7 +1,5 @@
 """Tensor items by example: what is emitted, who can read it, and where the bytes of others' items are found."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -2,8 +2,6 @@
 torch would have pickled, and read back the same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -2,8 +2,6 @@
 is written under a newer torch is readable by an older one.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The table of parameters of flat buckets: read by two readers, and refused where it cannot be right."""
 
-from __future__ import annotations
-
 import random
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Stored objects: what checkpoints really hold loads, and nothing else does."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime

@@ -1,7 +1,5 @@
 """Seals: what is written is read back, and nothing that was changed is believed."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import struct

@@ -15,8 +15,6 @@ path here, when ours has been imported, and not at the head of this file, which 
 `launch/site` has to be on PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -3,8 +3,6 @@
 `make test-frameworks` installs what it needs. `test_bridge.py` of `tests/launch` has Megatron-Bridge.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

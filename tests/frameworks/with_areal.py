@@ -3,8 +3,6 @@
 AReaL leaves them out: Megatron-Core 0.17 then refuses the save, and a resume has no moments.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

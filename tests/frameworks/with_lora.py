@@ -3,8 +3,6 @@
 Without Transformer Engine mcore_bridge takes Megatron's own layers where it takes this machine for one with an NPU.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """SkyRL's `MegatronStrategy`, called as its workers and its trainer do, staging requests ahead (`prestage`) or not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """ms-swift's `save_mcore_checkpoint` and `load_mcore_checkpoint`, called as its trainer does, with its patches."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from functools import partial

@@ -1,7 +1,5 @@
 """torchtitan's `CheckpointManager`, called as its trainer does: an FSDP model, its optimizers and schedulers."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """verl's `MegatronCheckpointManager`, called as its engine and its trainer do: model, optimizer and extra."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -13,8 +13,6 @@ its page cache, and what lies outside `/tmp` are common. The hosts write the sha
 Everything ends with the process that made it: the first process of each host reads a pipe that only that one holds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -5,8 +5,6 @@
 Each rank appends a line to `FOLDER/rank<N>.jsonl` for what it has seen. The hosts share `FOLDER`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Jobs on several hosts: they save and load together, a host that is lost is named, the job resumes on the others."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Images of files: fed payload by payload or filled window by window they are the same, and results are the plan."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from dataclasses import replace

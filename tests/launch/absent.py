@@ -2,8 +2,6 @@
 without.
 """
 
-from __future__ import annotations
-
 import builtins
 import types
 from functools import cache

@@ -6,8 +6,6 @@ Saves into FOLDER every two iterations and resumes from it. NAME=VALUE are field
 YAML. `site/sitecustomize.py` has to be on PYTHONPATH, as for `pretrain_gpt.py`.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """One folder for all launches of a session: those that several tests need are made once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

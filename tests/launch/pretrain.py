@@ -8,8 +8,6 @@ Environment:
     MEGATRON_LM_PATH: further folders for its dependencies, joined by colons. Optional.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

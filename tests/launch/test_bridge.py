@@ -4,8 +4,6 @@
 failed saves.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The certificate of real jobs: clean resumes raise no alarm."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

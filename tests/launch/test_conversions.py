@@ -4,8 +4,6 @@ To Hugging Face and back; from files of `--ckpt-format torch` and into them; fro
 Launches resume from what was converted with losses that are equal to the last bit.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Launches whose saves fail or are killed: the tracker names a whole checkpoint; the next launch goes on from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 store through NVIDIA's multi-storage client (`--enable-msc`).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Each variant is trained for six iterations with stock Megatron and with ours, sa
 iteration 3, ours from what stock saved and the other way round, too. Their losses are equal to the last bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

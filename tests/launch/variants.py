@@ -1,7 +1,5 @@
 """What the launches are: variants of one training, run to its end or gone on with, and what must be true of each."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Data files and `.metadata` of one save belong together: whatever is swapped, mixed or stale is refused by all."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import shutil
@@ -306,7 +304,7 @@ def flip_element(directory: Path, key: str, elem: int) -> None:
     path.write_bytes(content)
 
 
-def load_part(directory: Path, part: Part, *, strided: bool) -> torch.Tensor:
+def load_part(directory: Path, part: "Part", *, strided: bool) -> torch.Tensor:
     rows, columns = part.box.sizes
     out = torch.zeros(columns, rows, dtype=torch.int32).T if strided else torch.zeros(rows, columns, dtype=torch.int32)
     FileSystemReader(directory).read_items([ReadRequest(part.key, out, *part.box)])

@@ -1,7 +1,5 @@
 """A tensor stored in another dtype than its destination's: converted to the bits that `copy_` makes, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path

@@ -2,8 +2,6 @@
 host's memory, beyond its destinations, as the operating system counts it.
 """
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading

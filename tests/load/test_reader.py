@@ -1,7 +1,5 @@
 """FileSystemReader: what arrives, what is read for it, and what it refuses: the refusal names key, file and bytes."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

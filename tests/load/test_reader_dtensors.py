@@ -3,8 +3,6 @@
 What PyTorch's tests of DTensors, tensor parallelism and HSDP ask of a reader and a writer, and reads that follow it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Objects that outlive a call, and a directory that holds another checkpoint by the next: never values of both."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ The thresholds that choose between the reader's ways (items read whole, pieces t
 drawn as well, so that tensors of a few hundred bytes exercise all of them.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

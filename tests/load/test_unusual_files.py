@@ -1,7 +1,5 @@
 """What may lie in a stranger's checkpoint instead of a data file is refused at once, by loads and commands alike."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

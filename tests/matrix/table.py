@@ -1,7 +1,5 @@
 """Print the versions' reports as the table of docs/megatron.md: `python -m tests.matrix.table DIRECTORY KIND ...`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 MCORE_CKPT_MATRIX=DIRECTORY pytest -m matrix tests/matrix
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -8,8 +8,6 @@ a GPT with Megatron's distributed optimizer, saved with TP 2 and loaded with PP 
 the plain kind synchronously and the others asynchronously.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

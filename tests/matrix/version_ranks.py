@@ -1,7 +1,5 @@
 """What the ranks of a version's job do: save and load one side's checkpoints, saying which strategies really ran."""
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the ranks of the interop tests do; each function runs in processes of its own (see gloo_ranks)."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each question is a function that returns something comparable: what was loaded, 
 raised.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

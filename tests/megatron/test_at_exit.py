@@ -3,8 +3,6 @@
 The end is made in a forked child: its main thread has stopped, and no thread can be started, as from Python 3.12 on.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """`mcore_ckpt/bridge.py` with a stand-in for Megatron-Bridge that follows the protocol and the files of 0.6.2."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_ckpt
-from tests.support.processes import in_child
+from tests.support.processes import forked
 
 pytest.importorskip("megatron.core", reason="what Megatron-Bridge saves through")
 
@@ -66,6 +64,7 @@ def _named(run: Path) -> tuple[int, int]:
     return tracked, torch.load(run / "latest_train_state.pt")["step"]
 
 
+@forked
 def test_what_a_crash_between_the_side_files_has_left_is_passed_over(tmp_path: Path) -> None:
     def break_it(left: str, run: Path) -> int:
         """Returns the iteration to go on from."""
@@ -83,52 +82,44 @@ def test_what_a_crash_between_the_side_files_has_left_is_passed_over(tmp_path: P
             return 2
         return 1
 
-    def check() -> None:
-        _, save = _manager(tmp_path / "saved")
-        save(1)
-        save(2)
-        for left in ("no configuration", "an empty train state", "no data", "a state of the next", "a torn tracker"):
-            run = tmp_path / left
-            shutil.copytree(tmp_path / "saved", run)
-            expected = break_it(left, run)
-            for _ in range(2):
-                _manager(run)
-                assert _named(run) == (expected, expected), left
-
-    in_child(check)
+    _, save = _manager(tmp_path / "saved")
+    save(1)
+    save(2)
+    for left in ("no configuration", "an empty train state", "no data", "a state of the next", "a torn tracker"):
+        run = tmp_path / left
+        shutil.copytree(tmp_path / "saved", run)
+        expected = break_it(left, run)
+        for _ in range(2):
+            _manager(run)
+            assert _named(run) == (expected, expected), left
 
 
+@forked
 def test_older_checkpoints_are_removed_and_never_the_newest_complete_one(tmp_path: Path) -> None:
-    def check() -> None:
-        kept = {"iter_0000003", "iter_0000004"}
-        manager, save = _manager(tmp_path, most_recent_k=2)
-        for step in range(1, 5):
-            save(step)
-        until_s = time.monotonic() + 90
-        while (left := {path.name for path in tmp_path.glob("iter_*")}) != kept and time.monotonic() < until_s:
-            time.sleep(0.1)
-        assert left == kept
-        assert manager.checkpoint_config.most_recent_k == 2
-
-    in_child(check)
+    kept = {"iter_0000003", "iter_0000004"}
+    manager, save = _manager(tmp_path, most_recent_k=2)
+    for step in range(1, 5):
+        save(step)
+    until_s = time.monotonic() + 90
+    while (left := {path.name for path in tmp_path.glob("iter_*")}) != kept and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert left == kept
+    assert manager.checkpoint_config.most_recent_k == 2
 
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
+@forked
 def test_training_survives_a_failed_save_where_that_is_asked_for(
     on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MCORE_CKPT_ON_FAILURE", on_failure)
-
-    def check() -> None:
-        manager, save = _manager(tmp_path)
-        save(1)
-        (tmp_path / "iter_0000002" / ".metadata").mkdir(parents=True)
-        if on_failure == "warn":
+    manager, save = _manager(tmp_path)
+    save(1)
+    (tmp_path / "iter_0000002" / ".metadata").mkdir(parents=True)
+    if on_failure == "warn":
+        save(2)
+        assert manager.failed_saves == 1
+    else:
+        with pytest.raises(mcore_ckpt.CheckpointError):
             save(2)
-            assert manager.failed_saves == 1
-        else:
-            with pytest.raises(mcore_ckpt.CheckpointError):
-                save(2)
-        assert _named(tmp_path) == (1, 1)
-
-    in_child(check)
+    assert _named(tmp_path) == (1, 1)

@@ -1,7 +1,5 @@
 """A certificate compares what a job is when it resumes with what was saved, and names what differs."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -1,7 +1,5 @@
 """The common state is written for a save that owns the directory, and for no other: nothing of it is left otherwise."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

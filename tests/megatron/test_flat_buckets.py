@@ -1,7 +1,5 @@
 """Flat buckets, the layout in which Megatron saves the state of a distributed optimizer unless told otherwise."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import warnings

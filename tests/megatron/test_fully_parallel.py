@@ -1,7 +1,5 @@
 """Fully parallel saves and loads by this package: who saves what is what Megatron says, and all hear of errors."""
 
-from __future__ import annotations
-
 import random
 from copy import copy
 from pathlib import Path

@@ -4,8 +4,6 @@ What a launch does is done here as its training code does it: the tracker file n
 asked for its format, the common state is read, and then everything is loaded.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import warnings

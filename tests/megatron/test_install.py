@@ -3,8 +3,6 @@
 Each test runs in a child process of its own, forked from one in which nothing is installed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging
@@ -45,7 +43,7 @@ from mcore_ckpt.launch import main as launch
 from mcore_ckpt.megatron.install import CONTRACT, _AfterImport, owner_of
 from mcore_ckpt.megatron.versions import TESTED_VERSIONS, as_megatron_error, megatron_version
 from tests.support.kept_log import kept_log
-from tests.support.processes import in_child
+from tests.support.processes import forked, in_child
 
 pytest.importorskip("megatron.core")
 
@@ -53,17 +51,6 @@ pytest.importorskip("megatron.core")
 HAS_REGISTRY = megatron_version() < (0, 17)
 ROOT = Path(__file__).resolve().parents[2]
 FINDS = "megatron.core.dist_checkpointing.strategies.torch"
-
-
-def forked(test: Callable[..., Any]) -> Callable[[], None]:
-    """Run a test without arguments in a child process."""
-
-    def run() -> None:
-        in_child(test)
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
 
 
 def new_each_time(make: Callable[[], Any], expected: type) -> None:
@@ -223,21 +210,18 @@ def test_this_version_has_all_of_the_contract_those_names_included_that_it_need_
     assert not [str(name) for name in CONTRACT if name.belongs_to(megatron_version()[:2]) and owner_of(name) is None]
 
 
+@forked
 def test_doctor_says_what_install_finds_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a child: Megatron is imported, and warnings are switched off."""
-
-    def run() -> None:
-        assert main(["doctor", str(tmp_path), "--json"]) == 0
-        found = {one["what"]: one["state"] for one in json.loads(capsys.readouterr().out)["findings"]}
-        assert found["serialization.save"] == "replaced by mcore_ckpt"
-        assert found[f"direct I/O in {tmp_path}"] in ("works", "refused")
-        os.environ["MCORE_CKPT_WRITER"] = "pigeon"
-        assert main(["doctor", str(tmp_path)]) == 1
-        assert "MCORE_CKPT_WRITER='pigeon'" in capsys.readouterr().out
-        assert main(["doctor", str(tmp_path / "absent")]) == 2
-        assert not list(tmp_path.iterdir())
-
-    in_child(run)
+    assert main(["doctor", str(tmp_path), "--json"]) == 0
+    found = {one["what"]: one["state"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["serialization.save"] == "replaced by mcore_ckpt"
+    assert found[f"direct I/O in {tmp_path}"] in ("works", "refused")
+    os.environ["MCORE_CKPT_WRITER"] = "pigeon"
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "MCORE_CKPT_WRITER='pigeon'" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path / "absent")]) == 2
+    assert not list(tmp_path.iterdir())
 
 
 @forked
@@ -477,26 +461,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["launcher", "first", "last", "ahead", "amid", "replaced", "replacing", "unseen", "bound"],
 )
+@forked
 def test_each_resume_is_certified_or_said_not_to_be(script: str, certified: bool, saved: Path, tmp_path: Path) -> None:
-    def run() -> None:
-        for name, code in TRAINING.items():
-            (tmp_path / "training").mkdir(exist_ok=True)
-            (tmp_path / "training" / f"{name}.py").write_text(code)
-        job = tmp_path / "job.py"
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        job.write_text(script.replace("PATH", repr(str(saved))))
-        package: Any = sys.modules["megatron"]
-        package.__path__ = [str(tmp_path), *package.__path__]
-        with kept_log(logging.INFO) as lines:
-            if INSTALL in script or AMID in script:
-                exec(compile(job.read_bytes(), str(job), "exec"), {"__name__": "job"})
-            else:
-                assert launch([str(job)]) == 0
-        (line,) = [line for line in lines if "resumed from" in line]
-        expected = "resumed from iter_0000003 as saved: 1 tensors" if certified else "iter_0000003 is not certified: "
-        assert expected in line
-
-    in_child(run)
+    for name, code in TRAINING.items():
+        (tmp_path / "training").mkdir(exist_ok=True)
+        (tmp_path / "training" / f"{name}.py").write_text(code)
+    job = tmp_path / "job.py"
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    job.write_text(script.replace("PATH", repr(str(saved))))
+    package: Any = sys.modules["megatron"]
+    package.__path__ = [str(tmp_path), *package.__path__]
+    with kept_log(logging.INFO) as lines:
+        if INSTALL in script or AMID in script:
+            exec(compile(job.read_bytes(), str(job), "exec"), {"__name__": "job"})
+        else:
+            assert launch([str(job)]) == 0
+    (line,) = [line for line in lines if "resumed from" in line]
+    expected = "resumed from iter_0000003 as saved: 1 tensors" if certified else "iter_0000003 is not certified: "
+    assert expected in line
 
 
 VERL = """
@@ -552,28 +534,25 @@ LOOPS = {
 
 @pytest.mark.parametrize("value", [3.0, 4.0], ids=["right", "wrong"])
 @pytest.mark.parametrize("name", LOOPS)
+@forked
 def test_loads_of_frameworks_are_certified(name: str, value: float, saved: Path, tmp_path: Path) -> None:
     source, call = LOOPS[name]
     (tmp_path / "parts" / "model").mkdir(parents=True)
     (tmp_path / "parts" / "model" / "dist_ckpt").symlink_to(saved)
-
-    def run() -> None:
-        *packages, module = name.split(".")
-        folder = tmp_path.joinpath(*packages)
-        folder.mkdir(parents=True)
-        (folder / f"{module}.py").write_text(source.replace("3.0", str(value)))
-        sys.path.insert(0, str(tmp_path))
-        package: Any = sys.modules["megatron"]
-        package.__path__ = [str(tmp_path / "megatron"), *package.__path__]
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        mcore_ckpt.install()
-        loop = vars(importlib.import_module(name))
-        with kept_log(logging.INFO) as lines:
-            eval(call, {**loop, "PATH": str(saved), "PARTS": str(tmp_path / "parts")})
-        (line,) = [line for line in lines if "resumed from" in line]
-        assert ("NOT as saved" in line) if value == 4.0 else line.endswith("as saved: 1 tensors, 0 objects, 1 rank")
-
-    in_child(run)
+    *packages, module = name.split(".")
+    folder = tmp_path.joinpath(*packages)
+    folder.mkdir(parents=True)
+    (folder / f"{module}.py").write_text(source.replace("3.0", str(value)))
+    sys.path.insert(0, str(tmp_path))
+    package: Any = sys.modules["megatron"]
+    package.__path__ = [str(tmp_path / "megatron"), *package.__path__]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mcore_ckpt.install()
+    loop = vars(importlib.import_module(name))
+    with kept_log(logging.INFO) as lines:
+        eval(call, {**loop, "PATH": str(saved), "PARTS": str(tmp_path / "parts")})
+    (line,) = [line for line in lines if "resumed from" in line]
+    assert ("NOT as saved" in line) if value == 4.0 else line.endswith("as saved: 1 tensors, 0 objects, 1 rank")
 
 
 WANTED = os.environ.get("MCORE_CKPT_TEST_MEGATRON")

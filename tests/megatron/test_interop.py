@@ -4,8 +4,6 @@ Real Megatron models with a real distributed optimizer: dense, gated MLP, and mi
 each expert or for all. Stock processes never import this package.
 """
 
-from __future__ import annotations
-
 import json
 import pickletools
 import subprocess

@@ -1,7 +1,5 @@
 """Megatron without asynchronous saves of its own, and the names of nvidia-resiliency-ext that it then imports."""
 
-from __future__ import annotations
-
 import signal
 import textwrap
 from importlib.util import find_spec
@@ -15,7 +13,7 @@ import mcore_ckpt
 from mcore_ckpt import AsyncCallsQueue, SaveError
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 from tests.support.next_megatron import load_what_was_saved, save_and_be_killed, without_own_async
-from tests.support.processes import in_child
+from tests.support.processes import forked
 
 megatron_core = pytest.importorskip("megatron.core", reason="what imports these names")
 
@@ -26,25 +24,24 @@ needs_own = pytest.mark.skipif(
 
 
 @needs_own
+@forked
 def test_what_megatron_imports_of_it_is_supplied_and_taken_back() -> None:
-    def check() -> None:
-        mcore_ckpt.install()
-        from importlib import import_module
+    mcore_ckpt.install()
+    from importlib import import_module
 
-        core = import_module(f"{ASYNC}.core")
-        assert core.AsyncCallsQueue is AsyncCallsQueue
-        assert import_module(f"{ASYNC}.filesystem_async").FileSystemWriterAsync is mcore_ckpt.FileSystemWriterAsync
-        assert find_spec("nvidia_resiliency_ext") is not None
-        with pytest.raises(ModuleNotFoundError):
-            import_module("nvidia_resiliency_ext.inprocess")
-        mcore_ckpt.uninstall()
-        with pytest.raises(ModuleNotFoundError):
-            import_module("nvidia_resiliency_ext")
-
-    in_child(check)
+    core = import_module(f"{ASYNC}.core")
+    assert core.AsyncCallsQueue is AsyncCallsQueue
+    assert import_module(f"{ASYNC}.filesystem_async").FileSystemWriterAsync is mcore_ckpt.FileSystemWriterAsync
+    assert find_spec("nvidia_resiliency_ext") is not None
+    with pytest.raises(ModuleNotFoundError):
+        import_module("nvidia_resiliency_ext.inprocess")
+    mcore_ckpt.uninstall()
+    with pytest.raises(ModuleNotFoundError):
+        import_module("nvidia_resiliency_ext")
 
 
 @needs_own
+@forked
 def test_one_that_is_installed_is_never_covered_and_its_queue_finishes_our_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,32 +63,28 @@ def test_one_that_is_installed_is_never_covered_and_its_queue_finishes_our_saves
             """
         )
     )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    from importlib import import_module
 
-    def check() -> None:
-        monkeypatch.syspath_prepend(str(tmp_path / "site"))
-        from importlib import import_module
+    theirs = import_module(f"{ASYNC}.core").AsyncCallsQueue
+    queue = theirs()
+    mcore_ckpt.install()
+    assert import_module(f"{ASYNC}.core").AsyncCallsQueue is theirs
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
 
-        theirs = import_module(f"{ASYNC}.core").AsyncCallsQueue
-        queue = theirs()
-        mcore_ckpt.install()
-        assert import_module(f"{ASYNC}.core").AsyncCallsQueue is theirs
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing import ShardedTensor
-
-        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
-        target = tmp_path / "checkpoint"
-        target.mkdir()
-        request: Any = dist_checkpointing.save(
-            state, str(target), mcore_ckpt.TorchDistSaveStrategy(), async_sharded_save=True
-        )
-        queue.schedule_async_request(request)
-        assert queue.get_num_unfinalized_calls() == 1
-        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-        assert (target / ".metadata").exists()
-        queue.close()
-
-    in_child(check)
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+    target = tmp_path / "checkpoint"
+    target.mkdir()
+    request: Any = dist_checkpointing.save(
+        state, str(target), mcore_ckpt.TorchDistSaveStrategy(), async_sharded_save=True
+    )
+    queue.schedule_async_request(request)
+    assert queue.get_num_unfinalized_calls() == 1
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert (target / ".metadata").exists()
+    queue.close()
 
 
 def _ran(values: list[int], staged: list[int]) -> None:

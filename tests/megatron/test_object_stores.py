@@ -1,7 +1,5 @@
 """Megatron-Core saves and loads in an object store: by a URL of it, and through NVIDIA's multi-storage client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint that is replaced while it is loaded: what is loaded is of one save, on all ranks, or is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path

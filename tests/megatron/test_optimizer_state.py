@@ -1,7 +1,5 @@
 """The optimizer's state alone: resharded, without the rest of the checkpoint being read."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

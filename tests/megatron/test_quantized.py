@@ -4,8 +4,6 @@ Transformer Engine is not to be had without a GPU; `Quantized` stands in for its
 tensor, has no memory of that width, and `copy_` quantizes.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from pathlib import Path
@@ -32,7 +30,7 @@ class Quantized(torch.Tensor):
     """One byte for each element and a scale, that looks like bfloat16."""
 
     @staticmethod
-    def __new__(cls, rows: int, columns: int) -> Quantized:
+    def __new__(cls, rows: int, columns: int) -> "Quantized":
         return torch.Tensor._make_wrapper_subclass(cls, (rows, columns), dtype=torch.bfloat16)  # type: ignore[attr-defined, no-any-return]
 
     def __init__(self, rows: int, columns: int) -> None:

@@ -1,7 +1,5 @@
 """What keeps one rank from a save or a load is heard of on all, at once, and none waits for one that does not come."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

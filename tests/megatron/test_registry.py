@@ -1,7 +1,5 @@
 """The registry: what a look-up returns, and what it says when there is nothing to return."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron's save and load through our strategies on real ranks: layouts, snapshots, failures, bad input."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 All run on two gloo ranks, in one world.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

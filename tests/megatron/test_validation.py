@@ -1,7 +1,5 @@
 """Validation of access integrity by this package says what Megatron's own says, on every rank."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable

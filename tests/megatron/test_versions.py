@@ -1,7 +1,5 @@
 """Objects that claim to be replicas and are not: named at the save, kept, and given back to their ranks."""
 
-from __future__ import annotations
-
 import io
 import logging
 import zipfile

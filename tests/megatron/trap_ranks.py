@@ -1,7 +1,5 @@
 """What ranks of a launch need: Megatron with our strategies, and a small state to save."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

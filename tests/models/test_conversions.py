@@ -1,7 +1,5 @@
 """Export and import: what others read is what was stored, and comes back the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

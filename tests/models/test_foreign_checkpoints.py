@@ -1,7 +1,5 @@
 """Checkpoints that other frameworks have saved: FSDP2 and Megatron-FSDP by plain DCP, NeMo."""
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Hugging Face models to `torch_dist` and back without `transformers` or Megatron: keys, bytes, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

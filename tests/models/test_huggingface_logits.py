@@ -4,8 +4,6 @@ Random small models of `transformers` are imported, loaded into real Megatron mo
 stock and by our strategy) and run; what Megatron saves is exported, and run by `transformers`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

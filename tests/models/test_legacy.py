@@ -1,7 +1,5 @@
 """Files of `--ckpt-format torch`, built by hand as Megatron builds them, come out as the tensors that they are of."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Files of models go into object stores and come from there as they do in directories."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

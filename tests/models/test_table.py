@@ -3,8 +3,6 @@
 Rotary embeddings are read as `transformers` reads them, kept by Megatron's arguments, and refused where these cannot.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib.util

@@ -1,7 +1,5 @@
 """Averages of checkpoints: each element rounded once, of the same bits whatever the layouts, and of one model alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Old checkpoints that stay without their optimizer's state: what goes, what stays, and what a job is told."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

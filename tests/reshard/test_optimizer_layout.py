@@ -1,7 +1,5 @@
 """The optimizer's state in a layout that any launch loads: each element where its parameter is, and nothing guessed."""
 
-from __future__ import annotations
-
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ sharded state dict is what counts here. Every shard that a rank of the target wo
 for that target, made of a source in one piece, so that nothing but the table can have decided.
 """
 
-from __future__ import annotations
-
 import operator
 import sys
 import types
@@ -43,7 +41,7 @@ class Shard(NamedTuple):
     is_main: bool
 
 
-def _hybrid(megatron: _Megatron, layers: str) -> Any:
+def _hybrid(megatron: "_Megatron", layers: str) -> Any:
     """This rank's part of a hybrid, of the same number of layers on each stage. Layers are Megatron's own."""
     for name in ("triton", "triton.language"):
         sys.modules.setdefault(name, MagicMock())
@@ -98,7 +96,7 @@ def _hybrid(megatron: _Megatron, layers: str) -> Any:
     )
 
 
-def _gpt(megatron: _Megatron) -> Any:
+def _gpt(megatron: "_Megatron") -> Any:
     """The layers of the hybrid `*-*-` as those of GPTModel, on one stage."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -107,7 +105,7 @@ def _gpt(megatron: _Megatron) -> Any:
     return GPTModel(megatron.config(num_layers=2, **_DENSE), spec, 128, 32, position_embedding_type="none")
 
 
-def _gated_delta_net(megatron: _Megatron) -> Any:
+def _gated_delta_net(megatron: "_Megatron") -> Any:
     """One layer with Megatron's own linear layers and norm."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear

@@ -1,7 +1,5 @@
 """Views of stored tensors: every element from its place, each stored byte compared with its checksum, read once."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from pathlib import Path

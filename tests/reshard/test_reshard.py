@@ -1,7 +1,5 @@
 """Resharding: the same tensors bit for bit under any layout, nothing half done, and an interrupted run goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Conversions whose source or target is in an object store: complete or not there, and nothing left over."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Model and optimizer come back bit for bit, and every shard that Megatron wants on a rank is one chunk in a file of it.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

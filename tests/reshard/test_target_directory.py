@@ -1,7 +1,5 @@
 """The temporary directory of a target: whose folder is whose, what is resumed, what is removed, what appears."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

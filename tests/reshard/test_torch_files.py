@@ -1,7 +1,5 @@
 """Torch files that are laid out by hand: what `torch.load` reads, and their checksums, are as ever."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

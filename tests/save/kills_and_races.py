@@ -18,8 +18,6 @@ state between two renames. A kill that has fallen into that moment is counted; t
 The processes are real, forked from one that has imported Megatron.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The queue: order, agreement of the ranks, no callback of a failed or skipped save, functions of others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Two tiers: saved on local storage, copied to a second place in the background, and committed there."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

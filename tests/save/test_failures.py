@@ -1,7 +1,5 @@
 """What goes wrong on one rank of a save is heard of on all, at once; the earlier checkpoint stays, the next works."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

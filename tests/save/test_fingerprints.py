@@ -1,7 +1,5 @@
 """The fingerprints that a save stores: those of the tensors, however they are divided, and whoever writes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import zlib

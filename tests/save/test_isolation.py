@@ -4,8 +4,6 @@ Every element depends on its place and on the step, so that bytes of another ste
 stage that is kept from save to save) as well as bytes of two steps in one tensor (torn ones).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

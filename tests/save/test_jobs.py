@@ -1,7 +1,5 @@
 """Writer processes that really write, fail, hang and die."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import mmap

@@ -1,7 +1,5 @@
 """Several saves, one directory: whatever they do to each other, what is published is whole, and of one of them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

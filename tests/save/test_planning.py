@@ -1,7 +1,5 @@
 """A plan is used again only where all ranks can use it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a save tells: the log line, the trace, the curves."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

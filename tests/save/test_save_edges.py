@@ -1,7 +1,5 @@
 """Saves of one rank in odd cases: state that cannot be saved, interruptions, directories that move or are shared."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable

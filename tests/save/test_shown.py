@@ -2,8 +2,6 @@
 have.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import sys

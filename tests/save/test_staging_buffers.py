@@ -1,7 +1,5 @@
 """The buffers of a rank: never more than the budget together, kept while they fit, given back when they do not."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

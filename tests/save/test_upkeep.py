@@ -1,7 +1,5 @@
 """A run removes its own old checkpoints: Megatron's async saves on two ranks, and the process that tidies up."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -1,7 +1,5 @@
 """A volume that two hosts share: `make test-shared-fs` starts each kind of it in namespaces of its own."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

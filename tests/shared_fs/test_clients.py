@@ -1,7 +1,5 @@
 """What one host sees of another's changes, and what commits, locks and commands make of it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Two ranks on two hosts, each with a client of its own: what they do, and what ends or stops them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io

@@ -1,7 +1,5 @@
 """The check of whole columns against numpy, which counts for every element in how many chunks it lies."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import zlib

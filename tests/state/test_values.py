@@ -1,7 +1,5 @@
 """What counts as a difference between what is stored and what a job holds."""
 
-from __future__ import annotations
-
 import argparse
 import cmath
 import collections

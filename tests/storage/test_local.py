@@ -1,7 +1,5 @@
 """What is particular to local files: O_DIRECT, the page cache, errors of the system, and what is left behind."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

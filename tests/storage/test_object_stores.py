@@ -1,7 +1,5 @@
 """Checkpoints in an object store, on a server: saved, loaded, replaced, pruned; and what goes wrong on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

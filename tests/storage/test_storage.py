@@ -3,8 +3,6 @@
 What a back-end did is looked at with plain file calls, never with the code under test.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Which store a URL names: by the environment, and by profiles of the multi-storage client."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

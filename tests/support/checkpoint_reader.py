@@ -8,8 +8,6 @@ Stock is asked in a process into which this package was never imported. Each loo
 its own, so that nothing is remembered from the last one, and has a deadline.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -10,8 +10,6 @@ gets the plain ones below (its `DistributedOptimizer` cannot load with the optim
 does not exist without grouped_gemm).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -167,7 +165,7 @@ class _Stream:
         self.cuda_stream = 0
         self.device = _CPU
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> "_Stream":
         return self
 
     def __exit__(self, *_: object) -> None:

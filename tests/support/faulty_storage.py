@@ -3,8 +3,6 @@
 Operations are counted from 0, over all files and threads, before they are carried out.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field

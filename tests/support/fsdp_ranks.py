@@ -1,7 +1,5 @@
 """What the ranks of the tests of foreign checkpoints do: a model under FSDP2, saved by plain DCP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -10,8 +10,6 @@ behind.
 The kernel's protocol is spoken here directly (linux/fuse.h, version 7.31), so that no library is needed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

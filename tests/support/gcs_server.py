@@ -7,8 +7,6 @@ fake-gcs-server 1.54 compares the generation that an upload names. It does not l
 checksum of what comes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -19,8 +19,6 @@ in the operating system's sense. That is killed as a whole in the end: a writer 
 outlive it. At the deadline the stacks of every rank that still runs are put into the error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

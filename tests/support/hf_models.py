@@ -4,8 +4,6 @@
 stored, with its own layers, on the gloo ranks that there are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What the package logs, kept: for ranks, where pytest's `caplog` is not at hand."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

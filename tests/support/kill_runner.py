@@ -1,7 +1,5 @@
 """Saves of a state that depends on a seed alone, in each way that there is, and processes that are waited for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Files of all ranks as `--ckpt-format torch` writes them, built by hand, and the tensors that they are of."""
 
-from __future__ import annotations
-
 import itertools
 from argparse import Namespace
 from pathlib import Path

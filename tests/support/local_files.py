@@ -1,7 +1,5 @@
 """Looking at files, descriptors and the page cache with plain calls, past the code under test."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

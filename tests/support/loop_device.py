@@ -6,8 +6,6 @@ with loop_device("ext4", tmp_path) as device:
     device.pull_the_plug()               # what was not written to the device is gone
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A checkpoint with keys, shapes and chunk grids of a small Megatron model, written item by item with torch.save."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

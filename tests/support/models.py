@@ -6,8 +6,6 @@ training.train(steps=2)
 state_dict = training.sharded_state_dict()
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What some work would leave at each of its moments, after a kill and after a loss of power; see `fuse_memory`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Megatron-LM's pull request 7052 removes `strategies/async_utils.py`, `strategies
 tree: the modules go, what imported from them imports from NVRx, in `try` where Megatron must run without it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ moto_server()   moto's server, which makes one change at a time; yields its URL
 Proxy(url)      passes requests on to a server, counts them, and lets some go wrong
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import http.client
@@ -297,7 +295,7 @@ class Proxy:
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> "Proxy":
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 

@@ -1,7 +1,5 @@
 """A job that is trained, saved and resumed as Megatron-LM does it (`training/`), with this package or without."""
 
-from __future__ import annotations
-
 import logging
 from argparse import Namespace
 from collections.abc import Callable

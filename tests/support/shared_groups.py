@@ -1,7 +1,5 @@
 """What makes real Megatron cheaper on few cores: groups that are made once, and no interpreter for a queue."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from multiprocessing import get_context

@@ -1,7 +1,5 @@
 """The launches that pages show, as a shell would take them apart."""
 
-from __future__ import annotations
-
 import shlex
 
 

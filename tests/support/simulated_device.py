@@ -6,8 +6,6 @@ stream that is current; a view is one at once, as on a real device. A wait that 
 kept, shows as wrong bytes: `finish` does at last what nobody has waited for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ class _Stream:
         self.queued: list[Callable[[], object]] = []
         self.done = 0
 
-    def wait_stream(self, other: _Stream) -> None:
+    def wait_stream(self, other: "_Stream") -> None:
         position = len(other.queued)
         self.queued.append(lambda: other.run(position))
 
@@ -106,7 +104,7 @@ class OnDevice(torch.Tensor):
     number: int
 
     @staticmethod
-    def __new__(cls, real: torch.Tensor, index: int = 0) -> OnDevice:
+    def __new__(cls, real: torch.Tensor, index: int = 0) -> "OnDevice":
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             real.shape,

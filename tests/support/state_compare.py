@@ -7,8 +7,6 @@
 The shards travel by `torch.save`, and are put together by plain indexing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sharded state dicts: one that has everything, and one that follows from a seed. Megatron is imported late."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

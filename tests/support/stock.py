@@ -1,7 +1,5 @@
 """What Megatron-Core by itself can do here. A module of tests that imports this is skipped where there is none."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Checkpoints in any layout, made of `torch.save` items."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Saves into an object store, in this process and in others, whose state is told by one number."""
 
-from __future__ import annotations
-
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path

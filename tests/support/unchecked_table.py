@@ -1,7 +1,5 @@
 """Tables of parameters (`mcore_ckpt/format/parameter_table.py`) that the writer would not write."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Record which strategy classes really did a save or a load, whatever a registry says."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Small jobs for writer processes, and storages that misbehave inside them; no torch, so that writers start fast."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

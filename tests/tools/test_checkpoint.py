@@ -1,7 +1,5 @@
 """`open_checkpoint` and `mcore-ckpt cat`: slices are what torch would give, and only what they need is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint is copied between any two places: complete or not at all, resumed, compared."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

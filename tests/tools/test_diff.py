@@ -1,7 +1,5 @@
 """Diff: the same whatever the sharding, and by how much the rest differs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

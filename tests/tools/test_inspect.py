@@ -1,7 +1,5 @@
 """What inspect says is what was written, down to the byte."""
 
-from __future__ import annotations
-
 import html
 import io
 import json

@@ -1,7 +1,5 @@
 """What of a run stands still, appears or disappears is named at the save in which it first does."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

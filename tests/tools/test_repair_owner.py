@@ -3,8 +3,6 @@
 Of a stranger's directories it neither reads nor writes what links in them lead to.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Listing a run, and deleting its old checkpoints: what must stay stays, whatever is asked for."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Verify names what is wrong, with file and offset, and nothing else; another copy can mend it."""
 
-from __future__ import annotations
-
 import enum
 import io
 import json

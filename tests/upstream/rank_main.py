@@ -4,8 +4,6 @@ Started by `run_megatron_tests.py`, never by hand. Each test's outcome goes into
 ranks are forked from one process that has imported everything: on a small machine imports would be most of the time.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

@@ -7,8 +7,6 @@ kept here. Each file runs on a fresh set of ranks; the tests that a hang or a cr
 the one at fault. A test has passed when it passed on every rank. Exit code 1: one passes with stock and not with ours.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """HybridModel's attention and MLP layers without Transformer Engine, for a job's `--spec`."""
 
-from __future__ import annotations
-
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.ssm.mlp_layer import MLPLayer

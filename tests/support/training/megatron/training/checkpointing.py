@@ -3,8 +3,6 @@
 The wheel has `megatron.core` alone. With this folder on the path a test imports it as a job imports that of a checkout.
 """
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from collections.abc import Callable
