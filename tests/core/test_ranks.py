@@ -7,6 +7,7 @@ import signal
 import traceback
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, LoadError, MissingKeyError, OptionError, SaveError
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reached_every_rank
-from tests.support.gloo_ranks import rank_outcomes, run_ranks
+from tests.support.gloo_ranks import on_ranks, rank_outcomes
 
 _BIG = 300_000
 
@@ -33,11 +34,12 @@ def test_a_world_of_one_keeps_our_errors_and_wraps_those_of_others() -> None:
             RankGroup(None).run("write", lambda raised=raised: fail(raised), wrap=SaveError)
 
 
-def _values(rank: int) -> dict[str, Any]:
+@on_ranks(3, preload=())
+def test_values_travel_whole_whatever_their_size(rank: int) -> None:
     group = coordination_group()
     big = bytes([rank]) * (_BIG if rank == 1 else 10)
     parts = group.gather("collect", lambda: big, wrap=CheckpointError)
-    return {
+    assert {
         "small": group.run("a", lambda: rank * 10, wrap=CheckpointError),
         "big": [len(part) for part in group.run("b", lambda: big, wrap=CheckpointError)],
         "gathered": parts and [(len(part), part[:1]) for part in parts],
@@ -46,44 +48,31 @@ def _values(rank: int) -> dict[str, Any]:
         "any": (group.any("test", rank == 2, wrap=CheckpointError), group.any("test", False, wrap=CheckpointError)),
         "maximum": group.maximum("test", [rank, -rank], wrap=CheckpointError),
         "merged": group.run_merged("add", lambda: [rank], operator.add, sorted, wrap=CheckpointError),
+    } == {
+        "small": [0, 10, 20],
+        "big": [10, _BIG, 10],
+        "gathered": None if rank else [(10, b"\0"), (_BIG, b"\1"), (10, b"\2")],
+        "one": ["plan", 0],
+        "one_big": _BIG,
+        "any": (True, False),
+        "maximum": [2, 0],
+        "merged": [0, 1, 2],
     }
 
 
-def test_values_travel_whole_whatever_their_size() -> None:
-    for rank, result in enumerate(run_ranks(_values, 3)):
-        assert result == {
-            "small": [0, 10, 20],
-            "big": [10, _BIG, 10],
-            "gathered": None if rank else [(10, b"\0"), (_BIG, b"\1"), (10, b"\2")],
-            "one": ["plan", 0],
-            "one_big": _BIG,
-            "any": (True, False),
-            "maximum": [2, 0],
-            "merged": [0, 1, 2],
-        }
-
-
-def _scattered(rank: int, sizes: list[int]) -> list[tuple[int, int]]:
-    """What each rank of groups of all sizes is given, as its first byte and its length."""
-    found = []
-    for size in sizes:
+@on_ranks(7, preload=())
+def test_each_rank_is_given_its_own_value_down_the_tree(rank: int) -> None:
+    for size in range(1, 8):
         group = dist.new_group(list(range(size)))
         if rank < size:
             own = coordination_group(group)
             given = own.scatter(
                 "share", lambda n=size: [bytes([r]) * (r * _BIG // n + 1) for r in range(n)], wrap=SaveError
             )
-            found.append((given[0], len(given)))
-    return found
+            assert (given[0], len(given)) == (rank, rank * _BIG // size + 1)
 
 
-def test_each_rank_is_given_its_own_value_down_the_tree() -> None:
-    sizes = [1, 2, 3, 4, 5, 6, 7]
-    for rank, given in enumerate(run_ranks(_scattered, 7, sizes)):
-        assert given == [(rank, rank * _BIG // size + 1) for size in sizes if rank < size]
-
-
-def _fails_on(rank: int, failing: list[int], kind: str, method: str) -> tuple[str, str, bool, bool]:
+def _fails_on(rank: int, failing: list[int], kind: str, method: str, raised: type[CheckpointError]) -> None:
     group = coordination_group()
 
     def step() -> str:
@@ -95,41 +84,29 @@ def _fails_on(rank: int, failing: list[int], kind: str, method: str) -> tuple[st
         return "fine"
 
     call = partial(_merged, group) if method == "run_merged" else getattr(group, method)
-    try:
+    with pytest.raises(raised) as caught:
         call("read the layer", step, wrap=LoadError)
-    except CheckpointError as error:
-        own_cause = error.__cause__ is not None and "step" in str(traceback.extract_tb(error.__cause__.__traceback__))
-        # The ranks must still be in step after the failure.
-        assert group.run("test", lambda: rank, wrap=CheckpointError) == list(range(group.size))
-        return type(error).__name__, str(error), own_cause, reached_every_rank(error)
-    raise AssertionError("nothing was raised")
+    error, message = caught.value, str(caught.value)
+    # The ranks must still be in step after the failure.
+    assert group.run("test", lambda: message, wrap=CheckpointError) == [message] * group.size
+    assert type(error) is raised
+    assert message.startswith("could not read the layer: rank 1 of 3 (2 ranks failed: 1, 2): ")
+    assert "in step" in message, "the traceback of the failing rank is part of the message"
+    assert ("key 'w' is missing" + "!" * 5000 if kind == "ours" else "/does/not/exist") in message
+    own_cause = error.__cause__ is not None and "step" in str(traceback.extract_tb(error.__cause__.__traceback__))
+    assert own_cause == (rank in failing)
+    assert reached_every_rank(error)
 
 
 def _merged(group: RankGroup, what: str, fn: Any, *, wrap: Any) -> Any:
     return group.run_merged(what, fn, operator.add, str, wrap=wrap)
 
 
-FAILURES = [
-    ("run", "ours", "MissingKeyError"),
-    ("gather", "system", "LoadError"),
-    ("run_merged", "ours", "MissingKeyError"),
-]
-
-
-def _fails_in_each_way(rank: int) -> list[tuple[str, str, bool, bool]]:
-    return [_fails_on(rank, [1, 2], kind, method) for method, kind, _ in FAILURES]
-
-
-def test_the_first_cause_is_raised_on_every_rank() -> None:
-    by_rank = run_ranks(_fails_in_each_way, 3)
-    for (_, kind, class_name), outcomes in zip(FAILURES, zip(*by_rank, strict=True), strict=True):
-        assert {name for name, _, _, _ in outcomes} == {class_name}
-        (message,) = {message for _, message, _, _ in outcomes}
-        assert message.startswith("could not read the layer: rank 1 of 3 (2 ranks failed: 1, 2): ")
-        assert "in step" in message, "the traceback of the failing rank is part of the message"
-        assert ("key 'w' is missing" + "!" * 5000 if kind == "ours" else "/does/not/exist") in message
-        assert [own for _, _, own, _ in outcomes] == [False, True, True]
-        assert all(reached for *_, reached in outcomes)
+@on_ranks(3, preload=())
+def test_the_first_cause_is_raised_on_every_rank(rank: int) -> None:
+    _fails_on(rank, [1, 2], "ours", "run", MissingKeyError)
+    _fails_on(rank, [1, 2], "system", "gather", LoadError)
+    _fails_on(rank, [1, 2], "ours", "run_merged", MissingKeyError)
 
 
 def _dies(rank: int) -> str:
@@ -150,8 +127,8 @@ def test_a_rank_that_is_gone_is_reported_at_once() -> None:
     assert alive.seconds < 15
 
 
-def _come_apart(rank: int, odd: int, way: str) -> str:
-    """The message where one rank comes to another exchange than the others, or to the same with another setting."""
+def _come_apart(rank: int, odd: int, way: str, said: str) -> None:
+    """One rank comes to another exchange than the others, or to the same with another setting."""
     group = coordination_group()
     settings = {"compare_replicas": "warn" if rank == odd and way == "setting" else "off"}
     steps: dict[str, Any] = {
@@ -160,31 +137,19 @@ def _come_apart(rank: int, odd: int, way: str) -> str:
         "setting": partial(group.run_merged, "add", lambda: {rank}, operator.or_, sorted),
     }
     step = steps[way if rank == odd else "setting"]
-    with pytest.raises(OptionError if way == "setting" else SaveError) as caught, carrying(settings):
+    kind = OptionError if way == "setting" else SaveError
+    with pytest.raises(kind, match=said) as caught, carrying(settings):
         step(wrap=SaveError)
     assert reached_every_rank(caught.value)
     # The ranks must still be in step.
     assert group.run("test", lambda: rank, wrap=CheckpointError) == list(range(group.size))
-    return str(caught.value)
 
 
-# Which rank comes to what, and what is said of it.
-APART = [
-    (0, "exchange", "(test)", "(add)"),
-    (1, "setting", "MCORE_CKPT_COMPARE_REPLICAS", "alike on all hosts"),
-    (2, "gathering", "(gather)", "(add)"),
-]
-
-
-def _come_apart_in_each_way(rank: int) -> list[str]:
-    return [_come_apart(rank, odd, way) for odd, way, *_ in APART]
-
-
-def test_all_ranks_raise_where_one_comes_to_another_exchange() -> None:
-    for messages in run_ranks(_come_apart_in_each_way, 4):
-        for (*_, words, more), message in zip(APART, messages, strict=True):
-            assert words in message
-            assert more in message
+@on_ranks(4, preload=())
+def test_all_ranks_raise_where_one_comes_to_another_exchange(rank: int) -> None:
+    _come_apart(rank, 0, "exchange", r"(?s)(?=.*\(test\)).*\(add\)")
+    _come_apart(rank, 1, "setting", r"(?s)(?=.*MCORE_CKPT_COMPARE_REPLICAS).*alike on all hosts")
+    _come_apart(rank, 2, "gathering", r"(?s)(?=.*\(gather\)).*\(add\)")
 
 
 class _Counting:
@@ -209,29 +174,24 @@ class _Counting:
         monkeypatch.setattr(dist, "new_group", counted)
 
 
-def _beside_nccl(rank: int, world_size: int, directory: str) -> tuple[list[int], list[int], int]:
+@on_ranks(2, preload=())
+def test_groups_are_made_once_and_again_after_a_restart(rank: int, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         counting = _Counting(monkeypatch)
         first = coordination_group()
         again = coordination_group().run("test", lambda: rank, wrap=CheckpointError)
         assert again == first.run("test", lambda: rank, wrap=CheckpointError)
-        after_two_calls = counting.made
-        store = dist.FileStore(f"{directory}/store", world_size)
+        assert (counting.made, first.size) == (1, 2)
+        store = dist.FileStore(f"{tmp_path}/store", 2)
         dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        gathered = coordination_group().run("test", lambda: rank, wrap=CheckpointError)
-        assert coordination_group().run("test", lambda: rank, wrap=CheckpointError) == gathered
-        return [after_two_calls, counting.made], gathered, first.size
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        for _ in range(2):
+            assert coordination_group().run("test", lambda: rank, wrap=CheckpointError) == [0, 1]
+        assert counting.made == 2
 
 
-def test_groups_are_made_once_and_again_after_a_restart(tmp_path: Any) -> None:
-    for made, gathered, size in run_ranks(_beside_nccl, 2, 2, str(tmp_path)):
-        assert made == [1, 2]
-        assert gathered == [0, 1]
-        assert size == 2
-
-
-def _subset(rank: int) -> Any:
+@on_ranks(3, preload=(), deadline_s=60)
+def test_a_subset_of_the_ranks_coordinates_alone(rank: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         subset = dist.new_group([1, 2])
         _Counting(monkeypatch)
@@ -239,20 +199,14 @@ def _subset(rank: int) -> Any:
             # Rank 0 takes no part: had making the group needed it, the others would wait for ever.
             with pytest.raises(OptionError, match="rank 0 is not in the process group"):
                 coordination_group(subset)
-            return None
+            return
         group = coordination_group(subset)
+        assert (group.rank, group.size) == (rank - 1, 2)
         gathered = group.gather("collect", lambda: rank, wrap=CheckpointError)
-        return (
-            group.rank,
-            group.size,
-            gathered,
-            group.run_on_coordinator("distribute", lambda: rank, wrap=CheckpointError),
-            group.gather("collect", lambda: bytes(_BIG), wrap=CheckpointError) is not None,
-        )
-
-
-def test_a_subset_of_the_ranks_coordinates_alone() -> None:
-    assert run_ranks(_subset, 3, deadline_s=60) == [None, (0, 2, [1, 2], 1, True), (1, 2, None, 1, False)]
+        assert gathered == ([1, 2] if rank == 1 else None)
+        assert group.run_on_coordinator("distribute", lambda: rank, wrap=CheckpointError) == 1
+        large = group.gather("collect", lambda: bytes(_BIG), wrap=CheckpointError)
+        assert (large is not None) == (rank == 1)
 
 
 _PATIENCE_S = 3.0

@@ -21,7 +21,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
 
@@ -162,9 +162,10 @@ def test_the_separation_hint_prefixes_file_names(tmp_path: Path) -> None:
 extensions = pytest.importorskip("torch.distributed.checkpoint._extension")
 
 
-def cached_saves(rank: int, directory: str) -> None:
+@on_ranks(2, preload=(), deadline_s=100)
+def test_plans_that_a_planner_has_cached_are_written_under_the_names_of_the_save(rank: int, tmp_path: Path) -> None:
     for step, name in enumerate(["one", "one", "two", "one"]):
-        path = f"{directory}/{name}"
+        path = tmp_path / name
         state = {"w": torch.full((100,), float(step)), "n": step, "more": torch.ones(7 if step < 3 else 9)}
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(state, storage_writer=FileSystemWriterAsync(path), planner=planner)
@@ -173,10 +174,6 @@ def cached_saves(rank: int, directory: str) -> None:
         assert_same(state, loaded)
         assert verify_checkpoint(path).whole
         torch.distributed.barrier()
-
-
-def test_plans_that_a_planner_has_cached_are_written_under_the_names_of_the_save(tmp_path: Path) -> None:
-    run_ranks(cached_saves, 2, str(tmp_path), deadline_s=100)
 
 
 def test_a_relative_path_does_not_follow_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.megatron import certificate as certificate_module
 from mcore_ckpt.megatron.serialization import save_common
-from tests.support.gloo_ranks import MEGATRON, StandingRanks, run_megatron_ranks, run_ranks, standing_ranks
+from tests.support.gloo_ranks import MEGATRON, StandingRanks, on_ranks, run_megatron_ranks, standing_ranks
 from tests.support.kept_log import kept_log
 from tests.support.models import DENSE, ModelShape, Parallel
 from tests.support.resumed_job import Job
@@ -239,7 +239,10 @@ def test_each_replica_is_compared(shares: tuple[Any, ...], tmp_path: Path) -> No
         assert certify(held, tmp_path, options=WARN).differing == len(wrong)
 
 
-def two_ranks(rank: int, path: Path) -> tuple[list[str], str, int]:
+@on_ranks(2)
+def test_all_ranks_are_told_which_one_differs(rank: int, tmp_path: Path) -> None:
+    path = tmp_path
+
     def replicas(data_parallel: int = 1) -> dict[str, Any]:
         seeds = ShardedObject("rng_state", [7, 8][:data_parallel], (1,), (0,), replica_id=rank)
         whole = torch.full((8, 8), 1.0)
@@ -252,29 +255,24 @@ def two_ranks(rank: int, path: Path) -> tuple[list[str], str, int]:
     torch.distributed.barrier()
     wrong = replicas()
     wrong["b"].data[rank, 5] += rank
+    said = r"tensor b\[1, 5\] \(replica \(0, 0, 1\)\) on rank 1: expected 1\.0, got 2\.0"
     with kept_log(logging.INFO) as lines:
-        found = certify(replicas(), path, options=RAISE).differing
-        with pytest.raises(LoadError) as caught:
+        assert not certify(replicas(), path, options=RAISE).differing
+        with pytest.raises(LoadError, match=said):
             certify(wrong, path, options=RAISE)
         with pytest.raises(OptionError, match="got raise and warn"):
             certify(replicas(), path, options=RAISE if rank else WARN)
         with pytest.raises((LoadError, OptionError), match="path is empty"):
             certify(replicas(), "" if rank else path)
-    return lines, str(caught.value), found
-
-
-def test_all_ranks_are_told_which_one_differs(tmp_path: Path) -> None:
-    (lines, said, _), (others, also, _) = run_megatron_ranks(two_ranks, 2, tmp_path)
-    assert lines == [f"resumed from {tmp_path.name} as saved: 3 tensors, 1 objects, 2 ranks"]
-    assert not others
-    assert said == also
-    assert "tensor b[1, 5] (replica (0, 0, 1)) on rank 1: expected 1.0, got 2.0" in said
+    assert lines == [f"resumed from {path.name} as saved: 3 tensors, 1 objects, 2 ranks"] * (rank == 0)
 
 
 # --- at the end of `load_checkpoint` ----------------------------------------------------------------------------------
 
 
-def dcp_ranks(rank: int, path: Path) -> tuple[str, list[tuple[str, int, str]]]:
+@on_ranks(2, preload=())
+def test_a_state_dict_of_dcp_is_certified(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
     mesh = init_device_mesh("cpu", (2,))
 
     def state() -> dict[str, Any]:
@@ -287,21 +285,15 @@ def dcp_ranks(rank: int, path: Path) -> tuple[str, list[tuple[str, int, str]]]:
     held = state()
     dcp.load(held, storage_reader=FileSystemReader(path))
     said = str(certify(held, path, options=RAISE))
+    assert rank or said == "resumed from ckpt as saved: 4 tensors, 1 objects, 2 ranks"
     if rank == 1:
         for key in ("weight", "norm"):
             held["model"][key].to_local()[-1] += 1
         held["step"] += 1
         held["epochs"]["done"] = 5
-    return said, [one[:3] for one in certify(held, path, options=WARN).differences]
-
-
-def test_a_state_dict_of_dcp_is_certified(tmp_path: Path) -> None:
-    said, differences = run_ranks(dcp_ranks, 2, tmp_path / "ckpt")[0]
-    assert said == "resumed from ckpt as saved: 4 tensors, 1 objects, 2 ranks"
-    assert sorted(differences) == [
-        ("object", 1, "epochs.done"),
-        *(("tensor", 1, key) for key in ("model.norm", "model.weight", "step")),
-    ]
+    differences = [one[:3] for one in certify(held, path, options=WARN).differences]
+    tensors = [("tensor", 1, key) for key in ("model.norm", "model.weight", "step")]
+    assert rank or sorted(differences) == [("object", 1, "epochs.done"), *tensors]
 
 
 def resume_with_faults(rank: int, path: Path) -> dict[str, list[str]]:

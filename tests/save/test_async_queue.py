@@ -17,7 +17,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.jobs import Job
 from mcore_ckpt.save.transaction import SaveTransaction
-from tests.support.gloo_ranks import rank_outcomes, run_ranks
+from tests.support.gloo_ranks import on_ranks, rank_outcomes
 
 
 class _JobOfATest(Job):
@@ -201,18 +201,25 @@ def test_signature_is_megatrons() -> None:
 
 
 FAILURES = [
-    ("save", "SaveError", "full", True, False),
-    ("save", "SaveError", "full", False, True),
-    ("raise", "SaveError", "No space left", False, False),
-    ("sigkill", "WriterDiedError", "SIGKILL", True, True),
+    ("save", SaveError, "full", True, False),
+    ("save", SaveError, "full", False, True),
+    ("raise", SaveError, "No space left", False, False),
+    ("sigkill", WriterDiedError, "SIGKILL", True, True),
 ]
 
 
-def _one_rank_fails_each_time(rank: int) -> list[tuple[str, str, list[str]]]:
-    return [_one_rank_fails(rank, how, blocking, no_dist) for how, _, _, blocking, no_dist in FAILURES]
+@on_ranks(3, preload=())
+def test_a_failure_on_one_rank_is_raised_on_all_at_once(rank: int) -> None:
+    for how, kind, text, blocking, no_dist in FAILURES:
+        message = _one_rank_fails(rank, how, kind, blocking, no_dist)
+        assert "rank 1 of 3" in message
+        assert text in message
+        messages = [""] * 3
+        dist.all_gather_object(messages, message)
+        assert len(set(messages)) == 1
 
 
-def _one_rank_fails(rank: int, how: str, blocking: bool, no_dist: bool) -> tuple[str, str, list[str]]:
+def _one_rank_fails(rank: int, how: str, kind: type[SaveError], blocking: bool, no_dist: bool) -> str:
     """The other ranks are still writing; without dist, where none asks for their outcome meanwhile, they have ended."""
     queue, log = AsyncCallsQueue(), list[str]()
 
@@ -234,49 +241,36 @@ def _one_rank_fails(rank: int, how: str, blocking: bool, no_dist: bool) -> tuple
             queue.maybe_finalize_async_calls(blocking=blocking, no_dist=no_dist)
             time.sleep(0.01)
 
-    with pytest.raises(SaveError) as caught:
+    with pytest.raises(kind) as caught:
         finalize()
+    assert type(caught.value) is kind
     assert len(queue.failures) == 1
     assert not isinstance(work, _Save) or work.aborted == 1
     queue.schedule_async_request(_request(_Save(), log, "next"))
     assert queue.maybe_finalize_async_calls(blocking=True) == [1]
     queue.close()
-    return type(caught.value).__name__, str(caught.value), log
+    assert log == ["next"], "no callback of the failed save on any rank, all of the next"
+    return str(caught.value)
 
 
-def test_a_failure_on_one_rank_is_raised_on_all_at_once() -> None:
-    by_rank = run_ranks(_one_rank_fails_each_time, 3)
-    for (_, name, text, *_), results in zip(FAILURES, zip(*by_rank, strict=True), strict=True):
-        assert len({result[:2] for result in results}) == 1
-        for kind, message, log in results:
-            assert kind == name
-            assert "rank 1 of 3" in message
-            assert text in message
-            assert log == ["next"], "no callback of the failed save on any rank, all of the next"
-
-
-def _different_requests(rank: int) -> str:
+@on_ranks(2, preload=())
+def test_ranks_that_are_out_of_step_are_told(rank: int) -> None:
     queue = AsyncCallsQueue()
     for _ in range(rank + 1):
         queue.schedule_async_request(AsyncRequest(None, (), []))
     if rank == 1:
         queue.async_calls.popleft()
-    with pytest.raises(SaveError) as caught:
+    with pytest.raises(SaveError, match="different async requests"):
         queue.maybe_finalize_async_calls()
-    return str(caught.value)
-
-
-def test_ranks_that_are_out_of_step_are_told() -> None:
-    assert all("different async requests" in message for message in run_ranks(_different_requests, 2))
 
 
 def _nothing() -> None:
     pass
 
 
-def _one_callback_fails_before_a_commit(rank: int) -> list[tuple[str, list[str], int]]:
+@on_ranks(2, preload=(), deadline_s=60)
+def test_a_callback_that_fails_before_the_commit_is_heard_of_on_all_ranks(rank: int) -> None:
     """Callbacks of others may come first: Megatron moves them from one request to another."""
-    told = []
     for failing in (0, 1):
         log: list[str] = []
         save = _Save()
@@ -298,19 +292,11 @@ def _one_callback_fails_before_a_commit(rank: int) -> list[tuple[str, list[str],
 
         queue = AsyncCallsQueue()
         queue.schedule_async_request(request)
-        with pytest.raises(SaveError) as caught:
+        with pytest.raises(SaveError, match=f"rank {failing} of 2"):
             queue.maybe_finalize_async_calls(blocking=True)
-        told.append((str(caught.value), log, save.aborted))
+        assert log == []
+        assert save.aborted == 1 or failing == 1
     dist.barrier()
-    return told
-
-
-def test_a_callback_that_fails_before_the_commit_is_heard_of_on_all_ranks() -> None:
-    for told in run_ranks(_one_callback_fails_before_a_commit, 2, deadline_s=60):
-        for failing, (message, log, aborted) in zip((0, 1), told, strict=True):
-            assert f"rank {failing} of 2" in message
-            assert log == []
-            assert aborted == 1 or failing == 1
 
 
 def _close_when_the_other_is_gone(rank: int) -> tuple[str, float]:

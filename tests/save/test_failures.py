@@ -23,10 +23,12 @@ from mcore_ckpt.save import forked_child
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.jobs import ChildJob
 from mcore_ckpt.save.writer_process import shared_writer
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.gloo_ranks import on_ranks, run_megatron_ranks
 from tests.support.processes import children, is_running
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 _RAISED_WITHIN_S = 5.0
 _ELEMS = 300_000
@@ -37,8 +39,6 @@ _WAYS = (_PERSISTENT, _FORKED)
 
 def _state(rank: int, seed: int) -> dict[str, Any]:
     """A tensor that is split over the ranks, and an object."""
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-
     values = torch.arange(_ELEMS, dtype=torch.float32) * (rank + 1) + seed
     return {
         "w": ShardedTensor.from_rank_offsets("w", values, (0, rank, dist.get_world_size())),
@@ -159,7 +159,7 @@ def _writers_die(rank: int, directory: str) -> list[tuple[str, float]]:
 
 
 def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(_writers_die, 2, str(tmp_path))
+    first, second = run_megatron_ranks(_writers_die, 2, str(tmp_path))
     for number, ((message, took_s), (same_message, also_took_s)) in enumerate(zip(first, second, strict=True)):
         assert message == same_message, "the same error on every rank"
         assert "rank 1 of 2" in message
@@ -171,7 +171,8 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
 # --- interrupted while it waits for the others ------------------------------------------------------------------------
 
 
-def _interrupted_while_waiting(rank: int, directory: str) -> None:
+@on_ranks(2)
+def test_no_rank_waits_for_one_that_is_interrupted_in_a_finalization(rank: int, tmp_path: Path) -> None:
     """Rank 1 gets a Ctrl-C while a blocking finalization waits for its writer, and lives on."""
 
     def interrupted(job: ChildJob, timeout_s: float | None = None) -> bool:
@@ -181,6 +182,7 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
         return wait(job, timeout_s)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    directory = str(tmp_path)
     started_s = time.monotonic()
     strategy, queue = TorchDistSaveStrategy(options=SaveOptions(on_failure="warn")), AsyncCallsQueue()
     _save_whole(rank, directory, 0, queue, strategy)
@@ -203,7 +205,3 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
     _check(rank, directory, 0)
     assert [name for name in _names(directory) if name != INCOMPLETE_MARKER] == before
     assert time.monotonic() - started_s < 20 * _RAISED_WITHIN_S
-
-
-def test_no_rank_waits_for_one_that_is_interrupted_in_a_finalization(tmp_path: Path) -> None:
-    run_ranks(_interrupted_while_waiting, 2, str(tmp_path))

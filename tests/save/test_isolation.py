@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync, SaveOptions
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.gloo_ranks import on_ranks
 
 _ROWS, _COLUMNS = 400, 300  # more than the smallest budget together
 
@@ -93,29 +93,24 @@ def _megatron_saves(rank: int, base: Path, saves: int, options: SaveOptions) -> 
     queue.close()
 
 
-def _megatron_saves_in_each_way(rank: int, base: Path) -> None:
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
-    _megatron_saves(rank, base / "persistent", 12, SaveOptions())
-    _megatron_saves(rank, base / "fork", 5, SaveOptions(writer="fork"))
-    _megatron_saves(rank, base / "little memory", 5, SaveOptions(staging_budget_bytes=1 << 20))
+@on_ranks(2)
+def test_saves_of_megatrons_shards(rank: int, tmp_path: Path) -> None:
+    _megatron_saves(rank, tmp_path / "persistent", 12, SaveOptions())
+    _megatron_saves(rank, tmp_path / "fork", 5, SaveOptions(writer="fork"))
+    _megatron_saves(rank, tmp_path / "little memory", 5, SaveOptions(staging_budget_bytes=1 << 20))
 
 
-def test_saves_of_megatrons_shards(tmp_path: Path) -> None:
-    run_ranks(_megatron_saves_in_each_way, 2, tmp_path)
-
-
-def _dcp_saves(rank: int, base: Path, saves: int) -> None:
+@on_ranks(2)
+def test_saves_of_plain_dcp(rank: int, tmp_path: Path) -> None:
     training = _Training(rank)
-    writer = FileSystemWriterAsync(base / "0")
+    writer = FileSystemWriterAsync(tmp_path / "0")
 
     def keyed(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {f"rank{rank}.{key}": tensor for key, tensor in tensors.items()}
 
-    for step in range(saves):
+    for step in range(8):
         training.advance(step)
-        path = base / str(step)
+        path = tmp_path / str(step)
         state = {**keyed(training.tensors()), f"rank{rank}.object": training.object}
         saving: Any = dcp.async_save(state, checkpoint_id=path, storage_writer=writer)
         training.advance(-100)
@@ -130,7 +125,3 @@ def _dcp_saves(rank: int, base: Path, saves: int) -> None:
         dcp.load(wanted, storage_reader=FileSystemReader(path))
         loaded = {key.removeprefix(f"rank{rank}."): value for key, value in wanted.items()}
         training.check(loaded, loaded["object"], step)
-
-
-def test_saves_of_plain_dcp(tmp_path: Path) -> None:
-    run_ranks(_dcp_saves, 2, tmp_path, 8)

@@ -25,11 +25,12 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.save.writer_process import shared_writer
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.gloo_ranks import made, on_ranks, run_megatron_ranks
 from tests.support.processes import children
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
@@ -45,8 +46,6 @@ from tests.support.processes import exit_code, fork
 
 
 def state(value: float) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     return {"w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), value))}
 
 
@@ -175,32 +174,18 @@ def test_a_job_that_was_stopped_does_not_write_its_config_over_that_of_the_one_a
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the other"}
 
 
-def state_of_rank(value: float) -> dict[str, Any]:
-    import torch.distributed as dist
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((100,), value), (0, rank, world))}
-
-
 # --- directories that are not what they seem --------------------------------------------------------------------------
 
 
-def _save_to_own_disk(rank: int, directory: str) -> str:
+@on_ranks(2)
+def test_ranks_that_write_to_disks_of_their_own_are_told_so(rank: int, tmp_path: Path) -> None:
     publish._FILES_APPEAR_WITHIN_S = 0.2
-    with pytest.raises(SaveError) as refused:
-        strategy().save(state_of_rank(1.0), f"{directory}/of-host-{rank}/checkpoint")
-    return str(refused.value)
-
-
-def test_ranks_that_write_to_disks_of_their_own_are_told_so(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        (tmp_path / f"of-host-{rank}" / "checkpoint").mkdir(parents=True)
-    for text in run_ranks(_save_to_own_disk, 2, str(tmp_path)):
-        assert "not shared between the hosts" in text
-        assert "is not there" in text
-    for rank in (0, 1):
-        assert METADATA_FILE not in names(tmp_path / f"of-host-{rank}" / "checkpoint")
+    directory = tmp_path / f"of-host-{rank}" / "checkpoint"
+    directory.mkdir(parents=True)
+    part = ShardedTensor.from_rank_offsets("w", torch.ones(100), (0, rank, 2))
+    with pytest.raises(SaveError, match=r"(?s)(?=.*not shared between the hosts).*is not there"):
+        strategy().save({"w": part}, directory)
+    assert METADATA_FILE not in names(directory)
 
 
 def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
@@ -270,9 +255,7 @@ def _held(pids: list[int]) -> dict[str, Any]:
     }
 
 
-def _save_often(rank: int, directory: str, saves: int, options: SaveOptions) -> tuple[dict[str, Any], dict[str, Any]]:
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-
+def _save_often(rank: int, directory: Path, saves: int, options: SaveOptions) -> None:
     queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
     pids = [os.getpid()]
     before: dict[str, Any] = {}
@@ -283,9 +266,7 @@ def _save_often(rank: int, directory: str, saves: int, options: SaveOptions) -> 
             "w": ShardedTensor.from_rank_offsets("w", values, (0, rank, 2)),
             "o": ShardedObject("o", {"number": number}, (2,), (rank,)),
         }
-        path = f"{directory}/{number % 3}"
-        Path(path).mkdir(exist_ok=True, parents=True)
-        queue.schedule_async_request(strategy.async_save(state, path))
+        queue.schedule_async_request(strategy.async_save(state, made(directory / str(number % 3))))
         values.zero_()
         queue.maybe_finalize_async_calls(blocking=number % 2 == 0)
         if number == _WARM_UP_SAVES:
@@ -295,19 +276,17 @@ def _save_often(rank: int, directory: str, saves: int, options: SaveOptions) -> 
             memory_kb = [_memory_kb(pid) for pid in pids]
     queue.maybe_finalize_async_calls(blocking=True)
     assert queue.failures == []
-    after = _held(pids)
+    assert _held(pids) == before
     for pid, kb in zip(pids, memory_kb, strict=True):
         assert _memory_kb(pid) < kb + _MEMORY_NOISE_KB
     queue.close()
-    return before, after
 
 
 @pytest.mark.parametrize("writer", ["persistent", "fork"])
 def test_dozens_of_saves_leave_nothing(writer: Any, tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     options = SaveOptions(writer=writer)
-    for before, after in run_ranks(_save_often, 2, str(tmp_path), 36, options, deadline_s=300):
-        assert after == before
+    run_megatron_ranks(_save_often, 2, tmp_path, 36, options, deadline_s=300)
     left = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "mcore" in name]
     assert not [name for name in left if not name.startswith("mcore_ckpt-test-")], "(those are of other tests)"
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 import mcore_ckpt
+from mcore_ckpt import TorchDistSaveStrategy
 from mcore_ckpt.save.planner import lay_out_rank
-from tests.support.gloo_ranks import made, run_megatron_ranks
+from tests.support.gloo_ranks import made, on_ranks, run_megatron_ranks
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+from megatron.core.dist_checkpointing import ShardedTensor
 
 _ROWS = 4
 # A tensor in three parts, of which each has the value of its number; further tensors are saved by one rank.
@@ -18,15 +21,11 @@ _A, _B, _C = ("a", 0), ("a", 1), ("a", 2)
 
 
 def _part(key: str, part: int, value: float) -> Any:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     return ShardedTensor.from_rank_offsets(key, torch.full((_ROWS,), value), (0, part, 3))
 
 
 def _save_all(rank: int, directory: Path, saves: list[list[list[tuple[str, int]]]]) -> list[bool]:
     """Save after save, what each rank holds; whether the plan was used again."""
-    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
-
     strategy = TorchDistSaveStrategy()
     outcomes = []
     for number, held in enumerate(saves):
@@ -75,43 +74,28 @@ def test_a_plan_is_used_again_if_it_is_that_of_every_rank(tmp_path: Path) -> Non
             _check(tmp_path / name, number, "".join(sorted({key for of_rank in held for key, _ in of_rank})))
 
 
-def _save_by_two(rank: int, directory: Path) -> None:
+@on_ranks(3)
+def test_plans_of_different_saves_are_not_mixed(rank: int, tmp_path: Path) -> None:
     """Two strategies have made plans of their own; then the ranks differ in which one they use."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
-
     strategies = {key: TorchDistSaveStrategy() for key in "ab"}
     for number, chosen in enumerate(("aaa", "bbb", "aba")):
         key = chosen[rank]
         # Both plans have the same files of the same lengths; every rank has a tensor of its own.
         tensor = ShardedTensor.from_rank_offsets(f"{key}{rank}", torch.full((_ROWS,), 10.0 * number + rank))
-        strategies[key].save({"w": tensor}, made(directory / str(number)))
-
-
-def test_plans_of_different_saves_are_not_mixed(tmp_path: Path) -> None:
-    run_megatron_ranks(_save_by_two, 3, tmp_path)
+        strategies[key].save({"w": tensor}, made(tmp_path / str(number)))
     with mcore_ckpt.open_checkpoint(tmp_path / "2") as checkpoint:
         found = {key: checkpoint[key][:].tolist() for key in checkpoint.tensors}
     assert found == {"a0": [20.0] * _ROWS, "b1": [21.0] * _ROWS, "a2": [22.0] * _ROWS}
     assert mcore_ckpt.verify_checkpoint(tmp_path / "2").whole
 
 
-def _save_with_threads(rank: int, directory: Path, counts: list[int]) -> list[int]:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
-
+@on_ranks(1)
+def test_another_number_of_files_is_laid_out_again(rank: int, tmp_path: Path) -> None:
     strategy = TorchDistSaveStrategy()
-    for number, strategy.thread_count in enumerate(counts):
-        path = directory / str(number)
-        path.mkdir()
+    for number, strategy.thread_count in enumerate((1, 3, 3)):
+        path = made(tmp_path / str(number))
         strategy.save({k: ShardedTensor.from_rank_offsets(k, torch.ones(_ROWS)) for k in "abcd"}, path)
-    return [len(list((directory / str(number)).glob("*.distcp"))) for number in range(len(counts))]
-
-
-def test_another_number_of_files_is_laid_out_again(tmp_path: Path) -> None:
-    assert run_megatron_ranks(_save_with_threads, 1, tmp_path, [1, 3, 3]) == [[1, 3, 3]]
+        assert len(list((tmp_path / str(number)).glob("*.distcp"))) == strategy.thread_count
 
 
 def test_objects_that_outgrow_their_region_ask_for_a_new_layout() -> None:

@@ -1,6 +1,7 @@
 """Saves of one rank in odd cases: state that cannot be saved, interruptions, directories that move or are shared."""
 
 import os
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,12 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.save.planner import NOTHING, collect
 from mcore_ckpt.state.shards import pointer_of
-from tests.support.gloo_ranks import made, run_megatron_ranks
+from tests.support.gloo_ranks import made, on_ranks
 from tests.support.kept_log import kept_log
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from tests.save.test_owner import loaded, state, strategy
 
@@ -82,8 +85,6 @@ class Offloaded:
 
 
 def test_memory_that_goes_while_an_object_is_serialized_is_missed(tmp_path: Path) -> None:
-    from megatron.core.dist_checkpointing import ShardedObject
-
     tensor = torch.ones(1000)
     with pytest.raises(PlanError, match="given back"):
         strategy().save({"w": replaced(tensor), "o": ShardedObject("o", Offloaded(tensor), (1,), (0,))}, tmp_path)
@@ -93,8 +94,6 @@ _OTHER = torch.ones(3)
 
 
 def of_two(tensor: torch.Tensor) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     return {"other": ShardedTensor.from_rank_offsets("other", _OTHER), "w": replaced(tensor)}
 
 
@@ -183,40 +182,30 @@ def test_a_relative_path_means_what_it_meant_when_the_save_began(
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def save_diverged(rank: int, directory: Path) -> list[str]:
-    """The warnings of each save, of which the second and the third find another element on rank 1."""
-    from megatron.core.dist_checkpointing import ShardedTensor
+DIVERGED = "w: ranks 1 hold other bits than rank 0 in the slice at [0, 0] of sizes [3, 4]"
 
+
+@on_ranks(2)
+def test_diverged_replicas_are_named_and_the_checkpoint_is_published(rank: int, tmp_path: Path) -> None:
+    """The second and the third save find another element on rank 1."""
     saver = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="warn"))
     weight = torch.arange(12.0).reshape(3, 4)
-    said = []
     for number in range(3):
-        path = directory / f"iter_{100 * number:07d}"
-        path.mkdir(exist_ok=True)
-        torch.distributed.barrier()
+        path = made(tmp_path / f"iter_{100 * number:07d}")
         weight += 1
         if number and rank == 1:
             weight[1, 1] += 1
         shard = ShardedTensor.from_rank_offsets("w", weight, replica_id=rank)
         with kept_log() as warned:
             saver.save({"w": shard}, path)
-        said.append("; ".join(line for line in warned if "differ between replicas" in line))
-    return said
-
-
-def test_diverged_replicas_are_named_and_the_checkpoint_is_published(tmp_path: Path) -> None:
-    said, others = run_megatron_ranks(save_diverged, 2, tmp_path)
-    assert others == [""] * 3
-    assert said[0] == ""
-    for number in (1, 2):
-        assert "w: ranks 1 hold other bits than rank 0 in the slice at [0, 0] of sizes [3, 4]" in said[number]
+        said = [line for line in warned if "differ between replicas" in line]
+        assert [DIVERGED in line for line in said] == [True] * (rank == 0 and number > 0)
+    torch.distributed.barrier()
     assert len(list(tmp_path.glob("*/.metadata"))) == 3
 
 
-def save_refused(rank: int, directory: Path, is_async: bool) -> list[str]:
-    """What each rank raises where rank 1 holds another element; before and after it all hold the same."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-
+def save_refused(rank: int, directory: Path, is_async: bool) -> None:
+    """Rank 1 holds another element; before and after it all hold the same."""
     saver = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="raise"))
     weight = torch.arange(12.0).reshape(3, 4)
     made(directory)
@@ -235,23 +224,17 @@ def save_refused(rank: int, directory: Path, is_async: bool) -> list[str]:
     torch.distributed.barrier()
     before = sorted((entry.name, entry.inode()) for entry in os.scandir(directory))
     weight += 1 + rank
-    with pytest.raises(SaveError) as caught:
+    with pytest.raises(SaveError, match=re.escape(DIVERGED)):
         save()
     torch.distributed.barrier()
     assert sorted((entry.name, entry.inode()) for entry in os.scandir(directory)) == before
     weight -= rank
     save()
-    return str(caught.value)
+    torch.distributed.barrier()
+    assert checkpoint_fingerprint(directory).tensors["w"].crc32 == zlib.crc32(weight.numpy())
 
 
-def refused_in_each_way(rank: int, directory: Path) -> list[str]:
-    return [save_refused(rank, directory / str(is_async), is_async) for is_async in (False, True)]
-
-
-def test_a_save_of_diverged_replicas_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    for messages in run_megatron_ranks(refused_in_each_way, 2, tmp_path):
-        for message in messages:
-            assert "w: ranks 1 hold other bits than rank 0 in the slice at [0, 0] of sizes [3, 4]" in message
-    saved = torch.arange(12.0).reshape(3, 4) + 1
+@on_ranks(2)
+def test_a_save_of_diverged_replicas_is_refused_on_all_ranks(rank: int, tmp_path: Path) -> None:
     for is_async in (False, True):
-        assert checkpoint_fingerprint(tmp_path / str(is_async)).tensors["w"].crc32 == zlib.crc32(saved.numpy())
+        save_refused(rank, tmp_path / str(is_async), is_async)

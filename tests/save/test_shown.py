@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.megatron.trap_ranks import check, installed, state
-from tests.support.gloo_ranks import made
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.gloo_ranks import made, on_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -31,7 +30,8 @@ class _Exiting(logging.Handler):
         raise SystemExit(3)
 
 
-def _save_and_load(rank: int, directory: Path) -> None:
+@on_ranks(1, deadline_s=60)
+def test_what_is_shown_fails_nothing(rank: int, tmp_path: Path) -> None:
     dist_checkpointing = installed()
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -45,17 +45,13 @@ def _save_and_load(rank: int, directory: Path) -> None:
             warnings.filterwarnings("ignore", module=r"(torch|megatron)\..*")
             patched.setattr(sys, "stderr", stream)
             patched.setattr(logger, "handlers", [logging.StreamHandler(stream), _Exiting()])
-            dist_checkpointing.save(state(number), made(directory / f"{number}"))
-            check(dist_checkpointing.load(state(9), str(directory / f"{number}")), number)
-            request = dist_checkpointing.save(state(number), made(directory / f"{number}a"), async_sharded_save=True)
+            dist_checkpointing.save(state(number), made(tmp_path / f"{number}"))
+            check(dist_checkpointing.load(state(9), str(tmp_path / f"{number}")), number)
+            request = dist_checkpointing.save(state(number), made(tmp_path / f"{number}a"), async_sharded_save=True)
             queue.schedule_async_request(request)
             assert queue.maybe_finalize_async_calls(blocking=True) == [number]
-            check(dist_checkpointing.load(state(9), str(directory / f"{number}a")), number)
+            check(dist_checkpointing.load(state(9), str(tmp_path / f"{number}a")), number)
             narrow = ShardedTensor.from_rank_offsets("shard", torch.zeros(4, 3, dtype=torch.bfloat16))  # warned of
-            loaded = dist_checkpointing.load({"shard": narrow}, str(directory / f"{number}"))
+            loaded = dist_checkpointing.load({"shard": narrow}, str(tmp_path / f"{number}"))
             assert torch.equal(loaded["shard"].float(), torch.full((4, 3), float(number)))
     queue.close()
-
-
-def test_what_is_shown_fails_nothing(tmp_path: Path) -> None:
-    run_ranks(_save_and_load, 1, tmp_path, deadline_s=60)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt import FileSystemWriterAsync, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.runs import lineage_of_run
-from tests.support.gloo_ranks import run_megatron_ranks
+from tests.support.gloo_ranks import made, on_ranks
 from tests.support.local_files import flip
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -111,17 +111,13 @@ def test_objects_of_a_plain_run_that_stay_as_they_are_left_nothing(tmp_path: Pat
     assert named(tmp_path) == []
 
 
-def save_versions(rank: int, run: Path) -> None:
+@on_ranks(2)
+def test_a_save_whose_ranks_held_other_objects_is_named(rank: int, tmp_path: Path) -> None:
     for step in range(2):
-        path = run / f"iter_{step + 1:07d}"
-        path.mkdir(parents=True, exist_ok=True)
-        torch.distributed.barrier()
         held = {"kept state": {"a": rank * step}}
-        TorchDistSaveStrategy(options=SaveOptions()).save(state(step, rank, **held), path)
-
-
-def test_a_save_whose_ranks_held_other_objects_is_named(tmp_path: Path) -> None:
-    run_megatron_ranks(save_versions, 2, tmp_path)
+        strategy = TorchDistSaveStrategy(options=SaveOptions())
+        strategy.save(state(step, rank, **held), made(tmp_path / f"iter_{step + 1:07d}"))
+    torch.distributed.barrier()
     key = "kept/shard_0_1"
     assert (2, key, "ranks that claim to hold replicas hold other objects") in named(tmp_path)
 
