@@ -17,10 +17,7 @@ from megatron.core.dist_checkpointing.validation import validate_sharding_integr
 from mcore_ckpt.core.errors import CheckpointError, PlanError
 from mcore_ckpt.state.plan_check import Accesses, check_requests
 from tests.megatron.trap_ranks import counted, installed
-from tests.support.gloo_ranks import made, on_ranks, run_megatron_ranks
-
-RANKS = 2
-
+from tests.support.gloo_ranks import made, on_ranks
 
 # --- without ranks: any states, the two checks next to each other -----------------------------------------------------
 
@@ -115,8 +112,9 @@ def test_what_ranks_may_not_mix(case: str) -> None:
 FAULTS = ("no main replica", "two main replicas", "dtype", "missing")
 
 
-def _refused(rank: int, root: Path) -> list[str]:
-    """What our save and load say, on this rank, of each fault in a tensor that both ranks hold; one line."""
+@on_ranks(2)
+def test_faults_are_refused_by_saves_and_loads_on_every_rank(rank: int, tmp_path: Path) -> None:
+    """Each fault is in a tensor that both ranks hold."""
     dc = installed()
 
     def state(fault: str) -> dict[str, Any]:
@@ -129,24 +127,21 @@ def _refused(rank: int, root: Path) -> list[str]:
         )
         return {**held, "rows": ShardedTensor.from_rank_offsets("rows", torch.ones(2), (0, rank, 2))}
 
-    good = made(root / "good")
+    good = made(tmp_path / "good")
     dc.save(state(""), good)
     said = []
     for number, fault in enumerate(FAULTS):
-        path = made(root / str(number))
+        path = made(tmp_path / str(number))
         for call, directory in ((dc.save, path), (dc.load, good)):
             with pytest.raises(CheckpointError) as caught:
                 call(state(fault), directory)
             said.append(str(caught.value).removeprefix("Worker failure: ").splitlines()[0])
-        assert not (root / str(number) / ".metadata").exists()
-    return said
-
-
-def test_faults_are_refused_by_saves_and_loads_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_megatron_ranks(_refused, RANKS, tmp_path)
-    assert first == second
-    assert all("w: " in said for said in first)
-    assert "no rank the main one" in first[0]
+        assert not (tmp_path / str(number) / ".metadata").exists()
+    assert all("w: " in line for line in said)
+    assert "no rank the main one" in said[0]
+    by_rank: list[Any] = [None] * 2
+    dist.all_gather_object(by_rank, said)
+    assert by_rank[0] == by_rank[1]
 
 
 @on_ranks(2)

@@ -21,7 +21,17 @@ import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, OptionError, SaveOptions, verify_checkpoint
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from mcore_ckpt import (
+    FileSystemReader,
+    FileSystemWriterAsync,
+    LoadOptions,
+    OptionError,
+    SaveOptions,
+    TorchDistLoadStrategy,
+    verify_checkpoint,
+)
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.directory import copying
@@ -67,10 +77,6 @@ def _train(rank: int, run: str, saves: list[tuple[int, float]], save_options: Sa
 
 
 def _load(rank: int, directory: str, world: int, load_options: LoadOptions) -> list[float]:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from mcore_ckpt import TorchDistLoadStrategy
-
     blank = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2000 // world), (0, rank, world))}
     loaded = TorchDistLoadStrategy(options=load_options).load(blank, directory.format(rank=rank))["w"]
     return loaded.unique().tolist()  # type: ignore[no-any-return]

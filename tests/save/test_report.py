@@ -8,68 +8,56 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from mcore_ckpt import SaveOptions
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+from megatron.core.dist_checkpointing import ShardedTensor, save
+
+from mcore_ckpt import AsyncCallsQueue, SaveOptions, TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.megatron.strategy import Curves
 from mcore_ckpt.save.transaction import Span, write_trace
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.gloo_ranks import made, on_ranks
 from tests.support.kept_log import kept_log
 
 
-def saves(rank: int, base: Path, traces: Path) -> list[str]:
-    """The line of each save, where this rank logs one."""
-    from tests.support.cpu_megatron import pretend_cuda
+def sharded(elements: int, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    return {"t": ShardedTensor.from_rank_offsets("t", torch.ones(elements), (0, rank, ranks))}
 
-    pretend_cuda()
-    from megatron.core.dist_checkpointing import ShardedTensor, save
 
-    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-
-    strategy = TorchDistSaveStrategy(options=SaveOptions(trace_path=str(traces)))
+@on_ranks(2)
+def test_rank_0_logs_each_save_and_every_rank_leaves_a_trace(rank: int, tmp_path: Path) -> None:
+    strategy = TorchDistSaveStrategy(options=SaveOptions(trace_path=str(tmp_path / "traces")))
     queue = AsyncCallsQueue()
     with kept_log(logging.INFO) as said:
         for step in range(2):
-            path = base / f"iter_{step}"
-            path.mkdir(exist_ok=True)
-            state = {"t": ShardedTensor.from_rank_offsets("t", torch.ones(300_000), (0, rank, dist.get_world_size()))}
-            request = save(state, str(path), strategy, async_sharded_save=True)
+            path = made(tmp_path / f"iter_{step}")
+            request = save(sharded(300_000, rank, 2), path, strategy, async_sharded_save=True)
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
-    return [line for line in said if line.startswith("saved")]
-
-
-def test_rank_0_logs_each_save_and_every_rank_leaves_a_trace(tmp_path: Path) -> None:
-    lines, others = run_ranks(saves, 2, tmp_path, tmp_path / "traces")
-    assert others == []
-    assert [str(tmp_path / f"iter_{step}") in line for step, line in enumerate(lines)] == [True, True]
+    lines = [line for line in said if line.startswith("saved")]
+    assert [str(tmp_path / f"iter_{step}") in line for step, line in enumerate(lines)] == [True, True] * (rank == 0)
     for line in lines:
         assert "in 2 files" in line
         assert re.search(r"plan \d\.\d{3} s.*__\d_1\d*\.distcp of rank \d \(.*: write .* s, fsync .* s\)", line), line
         assert re.search(r"training waited .* s, files durable after .* s at .* GB/s, published after .* s", line), line
     for step in range(2):
-        for rank in range(2):
-            trace = json.loads((tmp_path / "traces" / f"iter_{step}_rank{rank}.trace.json").read_text())
-            spans = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
-            assert {"plan", "stage", "dispatch", "writer", "gather", "commit"} <= set(spans)
-            assert spans["plan"]["ts"] + spans["plan"]["dur"] <= spans["commit"]["ts"]
-            assert spans["writer"]["args"]["files"][0]["file_name"].startswith(f"__{rank}_")
+        trace = json.loads((tmp_path / "traces" / f"iter_{step}_rank{rank}.trace.json").read_text())
+        spans = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
+        assert {"plan", "stage", "dispatch", "writer", "gather", "commit"} <= set(spans)
+        assert spans["plan"]["ts"] + spans["plan"]["dur"] <= spans["commit"]["ts"]
+        assert spans["writer"]["args"]["files"][0]["file_name"].startswith(f"__{rank}_")
 
 
 def test_no_trace_is_written_to_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from mcore_ckpt import TorchDistSaveStrategy
-
     (tmp_path / "iter_1").mkdir()
     monkeypatch.chdir(tmp_path)
-    state = {"t": ShardedTensor.from_rank_offsets("t", torch.ones(3))}
-    TorchDistSaveStrategy(options=SaveOptions(trace_path="")).save(state, tmp_path / "iter_1")
+    TorchDistSaveStrategy(options=SaveOptions(trace_path="")).save(sharded(3), tmp_path / "iter_1")
     assert not list(tmp_path.rglob("*.trace.json"))
 
 
@@ -91,20 +79,17 @@ def megatrons_writers(add_scalar: Callable[..., object], log: Callable[..., obje
 
 
 def saved_and_loaded(path: Path, rank: int = 0, ranks: int = 1) -> None:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-
     path.mkdir(parents=True, exist_ok=True)
-    state = {"t": ShardedTensor.from_rank_offsets("t", torch.ones(300_000), (0, rank, ranks))}
+    state = sharded(300_000, rank, ranks)
     TorchDistSaveStrategy().save(state, path)
     TorchDistLoadStrategy().load(state, path)
 
 
-def scalars_of_the_last_rank(rank: int, path: Path) -> dict[str, tuple[float, int]]:
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
+@on_ranks(2)
+def test_what_a_save_and_a_load_cost_is_among_the_curves_of_the_rank_that_has_writers(
+    rank: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "iter_0000007"
     found: dict[str, tuple[float, int]] = {}
     has_all = threading.Event()
 
@@ -115,23 +100,16 @@ def scalars_of_the_last_rank(rank: int, path: Path) -> dict[str, tuple[float, in
 
     if rank == 0:
         saved_and_loaded(path, rank, 2)
-        return found
+        return
     with megatrons_writers(add_scalar):
         saved_and_loaded(path, rank, 2)
         assert has_all.wait(60)
-    return found
-
-
-def test_what_a_save_and_a_load_cost_is_among_the_curves_of_the_rank_that_has_writers(tmp_path: Path) -> None:
-    path = tmp_path / "iter_0000007"
-    first, last = run_ranks(scalars_of_the_last_rank, 2, path)
-    assert not first
     written = sum(file.stat().st_size for file in path.glob("*.distcp"))
-    assert last["mcore_ckpt/save/bytes"] == (written, 7)  # of both ranks
-    assert last["mcore_ckpt/load/bytes"] == (1_200_000, 7)
-    assert 0 < last["mcore_ckpt/save/seconds_to_durable"][0] <= last["mcore_ckpt/save/seconds_waited"][0]
-    assert last["mcore_ckpt/load/seconds"][0] > 0
-    assert "mcore_ckpt/save/replicas_that_differ" not in last
+    assert found["mcore_ckpt/save/bytes"] == (written, 7)  # of both ranks
+    assert found["mcore_ckpt/load/bytes"] == (1_200_000, 7)
+    assert 0 < found["mcore_ckpt/save/seconds_to_durable"][0] <= found["mcore_ckpt/save/seconds_waited"][0]
+    assert found["mcore_ckpt/load/seconds"][0] > 0
+    assert "mcore_ckpt/save/replicas_that_differ" not in found
 
 
 @pytest.fixture

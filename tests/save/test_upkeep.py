@@ -22,6 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+
 import mcore_ckpt
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, store_url
@@ -33,6 +36,7 @@ from mcore_ckpt.save.jobs import start_interpreter
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.runs import list_run
 from tests.models.test_huggingface import model_tensors, write_hf
+from tests.support.gloo_ranks import on_ranks
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 from tests.support.object_server import ObjectDirectory
@@ -61,8 +65,6 @@ class Training:
     """One rank of a job that saves as Megatron's training does: the tracker file follows each save."""
 
     def __init__(self, rank: int, run: str, options: SaveOptions) -> None:
-        import mcore_ckpt
-
         mcore_ckpt.install()
         self.rank, self.run = rank, run
         self.shared = True
@@ -70,10 +72,6 @@ class Training:
         self.strategy = mcore_ckpt.TorchDistSaveStrategy(options=options)
 
     def save(self, iteration: int, *, is_async: bool = True, value: float = 0.0) -> None:
-        import torch
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing import ShardedTensor
-
         directory = checkpoint_path(self.run) / f"iter_{iteration:07d}"
         if self.rank == 0 or not self.shared:
             storage_at(directory).ensure()
@@ -131,27 +129,25 @@ def test_a_run_in_an_object_store_does_so(object_directory: ObjectDirectory) -> 
     assert {name.split("/")[1] for name in object_directory.names()} == {TRACKER_FILE, "iter_0000002"}
 
 
-def _train_beside_a_load(rank: int, run: str) -> list[str]:
+@on_ranks(2)
+def test_what_a_load_reads_stays_as_long_as_it_does(rank: int, tmp_path: Path) -> None:
+    run = str(tmp_path)
     training = Training(rank, run, SaveOptions(keep_last=1))
     training.save(1)
-    with storage_at(Path(run) / "iter_0000001").in_use(METADATA_FILE):  # as a load of another job
+    with storage_at(tmp_path / "iter_0000001").in_use(METADATA_FILE):  # as a load of another job
         for iteration in (2, 3):
             training.save(iteration)
         if rank == 0:
             until(lambda: "iter_0000002" not in there(run))
-        found = there(run)
+            assert there(run) == ["iter_0000001", "iter_0000003"]
     training.save(4)
     upkeep._finish()
-    return found
+    assert rank or there(run) == ["iter_0000004"]
 
 
-def test_what_a_load_reads_stays_as_long_as_it_does(tmp_path: Path) -> None:
-    found, _ = run_ranks(_train_beside_a_load, 2, str(tmp_path))
-    assert found == ["iter_0000001", "iter_0000003"]
-    assert there(str(tmp_path)) == ["iter_0000004"]
-
-
-def _train_with_failures(rank: int, run: str) -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_what_fails_is_a_line_in_the_log_and_no_failed_save(rank: int, tmp_path: Path) -> None:
+    run = str(tmp_path)
     with kept_log() as said:
         training = Training(rank, run, SaveOptions(keep_last=1))
         training.save(1)
@@ -162,17 +158,13 @@ def _train_with_failures(rank: int, run: str) -> tuple[list[str], list[str]]:
         training.save(2)
         if rank == 0:
             until(lambda: there(run) == ["iter_0000002"])
-            (Path(run) / TRACKER_FILE).write_text("half of 1")
-            upkeep.checkpoint_published(Path(run) / "iter_0000002", training.strategy.options)
+            (tmp_path / TRACKER_FILE).write_text("half of 1")
+            upkeep.checkpoint_published(tmp_path / "iter_0000002", training.strategy.options)
         upkeep._finish()
-    return said, there(run)
-
-
-def test_what_fails_is_a_line_in_the_log_and_no_failed_save(tmp_path: Path) -> None:
-    (said, found), _ = run_ranks(_train_with_failures, 2, str(tmp_path))
-    assert found == ["iter_0000002"]
-    assert "the next save starts another" in said[0]
-    assert any("could not be removed after iter_0000002" in text and "half of 1" in text for text in said)
+    if rank == 0:
+        assert there(run) == ["iter_0000002"]
+        assert "the next save starts another" in said[0]
+        assert any("could not be removed after iter_0000002" in text and "half of 1" in text for text in said)
 
 
 def _export_all(run: Path, *names: str, **options: Any) -> list[str]:
