@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator,
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, islice, repeat
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import IF_DAMAGED, CorruptCheckpointError, LoadError
@@ -51,56 +51,46 @@ class StoredChunk(NamedTuple):
     item: StoredItem
 
 
-class _Boxed(Protocol):
-    """Something that is a box of a tensor, as a `StoredChunk` is."""
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """First element."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Shape, in elements."""
-
-
-_B = TypeVar("_B", bound=_Boxed)
 # Up to here a look at every chunk of a tensor is cheaper than an order of them.
 _FEW_CHUNKS: Final = 8
 
 
-class ChunkLookup(Generic[_B]):
-    """The chunks of one tensor near a slice. Many are sorted along the axis in which they differ most: of a regular
-    grid of n along one axis, which is what sharding makes, O(log n) are looked at.
+class ChunkLookup:
+    """Numbers of the chunks of one tensor near a slice; `offsets` and `sizes` of each, in elements. Many are sorted
+    along the axis in which they differ most: of a regular grid of n along one axis, which is what sharding makes,
+    O(log n) are looked at.
     """
 
-    def __init__(self, chunks: Sequence[_B]) -> None:
-        self._chunks = chunks
+    def __init__(self, offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]]) -> None:
+        self._offsets, self._sizes = offsets, sizes
+        self._numbers: Sequence[int] = range(len(offsets))
         self._starts: list[int] | None = None
-        if len(chunks) > _FEW_CHUNKS:
-            axes = range(len(chunks[0].offsets))
-            self._axis = axis = max(axes, key=lambda axis: len({chunk.offsets[axis] for chunk in chunks}), default=0)
-            self._chunks = sorted(chunks, key=lambda chunk: chunk.offsets[axis])
-            self._starts = [chunk.offsets[axis] for chunk in self._chunks]
-            self._longest = max(chunk.sizes[axis] for chunk in chunks)
+        if len(offsets) > _FEW_CHUNKS:
+            axes = range(len(offsets[0]))
+            self._axis = axis = max(axes, key=lambda axis: len({start[axis] for start in offsets}), default=0)
+            self._numbers = sorted(self._numbers, key=lambda number: offsets[number][axis])
+            self._starts = [offsets[number][axis] for number in self._numbers]
+            self._longest = max(size[axis] for size in sizes)
 
-    def near(self, box: Box) -> Sequence[_B]:
+    def near(self, box: Box) -> Sequence[int]:
         """The chunks that may overlap a slice, and few others."""
         if self._starts is None:
-            return self._chunks
+            return self._numbers
         start = box.offsets[self._axis]
         first = bisect_left(self._starts, start - self._longest + 1)
-        return self._chunks[first : bisect_left(self._starts, start + box.sizes[self._axis])]
+        return self._numbers[first : bisect_left(self._starts, start + box.sizes[self._axis])]
 
-    def only(self, box: Box) -> _B | None:
+    def only(self, box: Box) -> int | None:
         """The chunk that is just this slice, if no other one overlaps it."""
         found = None
-        for chunk in self.near(box):
-            if chunk.offsets == box.offsets and chunk.sizes == box.sizes:
+        for number in self.near(box):
+            offsets, sizes = self._offsets[number], self._sizes[number]
+            if offsets == box.offsets and sizes == box.sizes:
                 if found is not None:
                     return None
-                found = chunk
+                found = number
                 continue
-            for start, size, other, other_size in zip(*box, chunk.offsets, chunk.sizes):  # noqa: B905 (a speed matter)
+            for start, size, other, other_size in zip(*box, offsets, sizes):  # noqa: B905 (a speed matter)
                 if start + size <= other or other + other_size <= start:
                     break
             else:
@@ -116,6 +106,10 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
     requires_grad: bool = False
+
+    def lookup(self) -> ChunkLookup:
+        """Look-up of `chunks` by number."""
+        return ChunkLookup([chunk.offsets for chunk in self.chunks], [chunk.sizes for chunk in self.chunks])
 
 
 class TensorForm(NamedTuple):

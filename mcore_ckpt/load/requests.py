@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -364,14 +363,6 @@ _ROW: Final = np.dtype(
 )
 
 
-class _NumberedBox(NamedTuple):
-    """A chunk of a form."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    number: int  # among the chunks of the form
-
-
 _FOUR = np.arange(4)
 
 
@@ -391,7 +382,7 @@ class SmallChunks:
         # By form of a global tensor (`id`: they belong to the index), slice, and shape: number of the chunk, number and
         # dtype of its kind, bytes of its item; None: it is left to others.
         self._places: dict[tuple[int, Any, Any, Any], tuple[int, int, torch.dtype, int] | None] = {}
-        self._lookups: dict[int, ChunkLookup[_NumberedBox]] = {}  # by form, too
+        self._lookups: dict[int, ChunkLookup] = {}  # by form, too
 
     def take(self, requests: Iterable[ReadRequest]) -> list[ReadRequest]:
         """Take requests for small items that are copied as they are; returns the others, wrong or merely unusual."""
@@ -427,23 +418,17 @@ class SmallChunks:
     ) -> tuple[int, int, torch.dtype, int] | None:
         place = None
         if form.shape == shape and len(offsets) == len(sizes) == len(form.shape):
-            chunk: _NumberedBox | None
-            if len(form.sizes) == 1:
-                only = _NumberedBox(form.offsets[0], form.sizes[0], 0)
-                chunk = only if only[:2] == (offsets, sizes) else None
-            else:
-                lookup = self._lookups.get(id(form))
-                if lookup is None:
-                    boxes = list(map(_NumberedBox, form.offsets, form.sizes, count()))
-                    lookup = self._lookups[id(form)] = ChunkLookup(boxes)
-                chunk = lookup.only(Box(offsets, sizes))
+            lookup = self._lookups.get(id(form))
+            if lookup is None:
+                lookup = self._lookups[id(form)] = ChunkLookup(form.offsets, form.sizes)
+            chunk = lookup.only(Box(offsets, sizes))
             dtype = torch_dtype(form.dtype)
             with suppress(ValueError):  # this package writes no such items
                 template, number = tensor_template(form.dtype, sizes), len(self.kinds)
                 item_bytes, payload_bytes = template.item_bytes, template.payload_bytes
                 is_small = payload_bytes > 0 and item_bytes <= self._policy.max_small_bytes
                 if chunk is not None and dtype is not None and is_small:
-                    place = chunk.number, number, dtype, item_bytes
+                    place = chunk, number, dtype, item_bytes
                     head_bytes, tail_bytes = len(template.head), item_bytes - len(template.head) - payload_bytes
                     crcs = [head_bytes + position for position in template.crc_positions]
                     row = (0, number, 0, item_bytes, head_bytes, payload_bytes, tail_bytes, 0, 0, *crcs, 0)
@@ -554,7 +539,7 @@ class LoadPlan:
         self._index = index
         self._conversions = conversions
         self._policy = policy
-        self._lookups: dict[str, ChunkLookup[StoredChunk]] = {}
+        self._lookups: dict[str, ChunkLookup] = {}
         self._elems: dict[str, tuple[int, int]] = {}  # of each tensor: those that are requested, and all
         self._requests: list[ReadRequest] = []
         self._tensors: list[torch.Tensor] = []  # destinations of `items`
@@ -579,13 +564,13 @@ class LoadPlan:
             _check_shape(request, entry, index)
             lookup = self._lookups.get(fqn)
             if lookup is None:
-                lookup = self._lookups[fqn] = ChunkLookup(entry.chunks)
+                lookup = self._lookups[fqn] = entry.lookup()
             box = Box(tuple(offsets), tuple(sizes))
             only = lookup.only(box)
             if only is None:
-                self._add_parts(request, box, entry, dtype, lookup.near(box))
+                self._add_parts(request, box, entry, dtype, [entry.chunks[number] for number in lookup.near(box)])
             else:
-                self._add_part(entry, dtype, only, Box((0,) * len(sizes), only.sizes), tensor)
+                self._add_part(entry, dtype, entry.chunks[only], Box((0,) * len(sizes), box.sizes), tensor)
 
     def times_wanted(self, ranks: int) -> dict[str, int]:
         """How often so many ranks of this host request each byte of a tensor among `items`, if each requests as much as

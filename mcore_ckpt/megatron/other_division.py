@@ -339,12 +339,14 @@ class _Part(NamedTuple):
 class _Parameter:
     shape: tuple[int, ...]
     parts: list[_Part] = field(default_factory=list)
-    lookup: ChunkLookup[_Part] | None = None
+    lookup: ChunkLookup | None = None
 
-    def overlapping(self, box: Box) -> Sequence[_Part]:
+    def overlapping(self, box: Box) -> list[_Part]:
         """Parts that may overlap a slice."""
-        self.lookup = self.lookup or ChunkLookup(self.parts)
-        return self.lookup.near(box)
+        self.lookup = self.lookup or ChunkLookup(
+            [part.offsets for part in self.parts], [part.sizes for part in self.parts]
+        )
+        return [self.parts[number] for number in self.lookup.near(box)]
 
 
 class _Read(NamedTuple):

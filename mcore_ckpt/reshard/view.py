@@ -96,8 +96,12 @@ def view_index(
     """
 
     @functools.cache
-    def chunks_of(key: str) -> ChunkLookup[StoredChunk]:
-        return ChunkLookup(base.tensors[key].chunks)
+    def lookup(key: str) -> ChunkLookup:
+        return base.tensors[key].lookup()
+
+    def near(key: str, box: Box) -> list[StoredChunk]:
+        chunks = base.tensors[key].chunks
+        return sorted(chunks[number] for number in lookup(key).near(box))
 
     entries: dict[str, TensorEntry] = {}
     slices: ChunkSlices = {}
@@ -105,7 +109,7 @@ def view_index(
         dtype = _dtype_of(key, view, base)
         found: list[StoredChunk] = []
         for part in view.parts:
-            for box, origin in _chunk_slices(base, chunks_of, part):
+            for box, origin in _chunk_slices(base, near, part):
                 nbytes = math.prod(box.sizes) * element_bytes(dtype)
                 found.append(StoredChunk(box.offsets, box.sizes, _item(origin, nbytes)))
                 slices[key, box.offsets] = origin
@@ -131,18 +135,18 @@ def _dtype_of(key: str, view: TensorView, base: CheckpointIndex) -> str:
     return dtypes.pop()
 
 
-_ChunksOf = Callable[[str], ChunkLookup[StoredChunk]]
-"""The chunks of a stored tensor."""
+_Near = Callable[[str, Box], list[StoredChunk]]
+"""The chunks of a stored tensor that may overlap a slice of it, and few others."""
 
 
-def _chunk_slices(base: CheckpointIndex, chunks_of: _ChunksOf, part: Part) -> Iterable[tuple[Box, ChunkSlice]]:
+def _chunk_slices(base: CheckpointIndex, near: _Near, part: Part) -> Iterable[tuple[Box, ChunkSlice]]:
     """Each slice of the requested tensor that one stored chunk has, and where it is in that chunk."""
     if part.key is None or part.stored is None:
         yield part.slice, ChunkSlice(None, None, part.slice, None)
         return
     entry = base.tensors[part.key]
     if part.flat is not None:
-        yield from _flat_slices(entry, chunks_of, part, part.stored, part.flat)
+        yield from _flat_slices(entry, near, part, part.stored, part.flat)
         return
     axes = len(part.stored.sizes)
     pairs = part.axes or [(-1 - n, -1 - n) for n in range(min(len(part.slice.sizes), axes))]
@@ -150,7 +154,7 @@ def _chunk_slices(base: CheckpointIndex, chunks_of: _ChunksOf, part: Part) -> It
     theirs = [stored for _, stored in pairs]
     single = [axis for axis in range(axes) if axis - axes not in theirs]
     order = None if theirs == sorted(theirs) else (*single, *(axis + axes for axis in theirs))
-    for chunk in sorted(chunks_of(part.key).near(part.stored)):
+    for chunk in near(part.key, part.stored):
         shared = intersect(Box(chunk.offsets, chunk.sizes), part.stored)
         if shared is None:
             continue
@@ -163,11 +167,11 @@ def _chunk_slices(base: CheckpointIndex, chunks_of: _ChunksOf, part: Part) -> It
 
 
 def _flat_slices(
-    entry: TensorEntry, chunks_of: _ChunksOf, part: Part, cell: Box, first: int
+    entry: TensorEntry, near: _Near, part: Part, cell: Box, first: int
 ) -> Iterable[tuple[Box, ChunkSlice]]:
     stop = first + math.prod(part.slice.sizes)
     whole = Box((*cell.offsets[:-1], first), (*cell.sizes[:-1], stop - first))
-    for chunk in sorted(chunks_of(entry.fqn).near(whole)):
+    for chunk in near(entry.fqn, whole):
         lead = tuple(map(operator.sub, cell.offsets[:-1], chunk.offsets[:-1]))
         if any(not 0 <= at < size for at, size in zip(lead, chunk.sizes, strict=False)):
             continue
