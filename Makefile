@@ -104,7 +104,7 @@ dist: $(INSTALLED)  ## wheel and sdist; the wheel in empty environments, with to
 pictures: $(INSTALLED)  ## the pictures of the docs; trains two ranks
 	$(BIN)/python scripts/pictures.py $(ARGS)
 
-layers: $(INSTALLED)  ## draw the picture of the layers in docs/design.md again, and the list of modules in each layer's __init__
+layers: $(INSTALLED)  ## list in each layer's __init__ again which of its modules need torch
 	$(BIN)/python scripts/layers.py
 
 lint: $(INSTALLED)  ## ruff, mypy, and the words of scripts/words.py

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draw the package's layers from its imports, and list in each layer's `__init__` which modules need torch.
+"""List in each layer's `__init__` which of its modules need torch, by their imports.
 
-    scripts/layers.py           write both: the picture into docs/design.md, the lists into mcore_ckpt/*/__init__.py
+    scripts/layers.py           write the lists into mcore_ckpt/*/__init__.py
     scripts/layers.py --check   write nothing; exit code 1 and the names of the files that are not what the imports give
 
 The order of the layers, and what each is for, is the table in docs/design.md, written by hand; all else comes from the
@@ -25,9 +25,6 @@ __all__ = ["Import", "Package", "layer_of"]
 _NAME = "mcore_ckpt"
 # One row of the table of layers: | `layer/` | what it is for | torch |
 _ROW = re.compile(r"^\| `(\w+)/` \| (.+?) \| (some|-) \|$", re.MULTILINE)
-_PICTURE = re.compile(
-    r"(?<=<!-- picture of the layers: `make layers` -->\n)(.*?)(?=<!-- end of the picture -->)", re.DOTALL
-)
 _LIST = re.compile(r'(?<=\n)With torch: .*?(?="""\n)', re.DOTALL)
 _WIDTH = 120
 
@@ -101,21 +98,6 @@ class Package:
             needing |= more
         return needing
 
-    def picture(self) -> str:
-        """A row for each layer: its level, and a mark below each layer that it imports from."""
-        order = list(self.layers)
-        levels: dict[str, int] = {}
-        lines = [f"{'':15}level   imports from", f"{'':22}" + "".join(f"{n:3}" for n in range(1, len(order) + 1))]
-        for number, layer in enumerate(order, 1):
-            used = {
-                layer_of(target) for name in self.modules_in(layer) for target in self.own_imports(f"{layer}.{name}")
-            }
-            levels[layer] = 1 + max((levels.get(other, 0) for other in used - {layer}), default=0)
-            marks = ["#" if column == layer else "x" if column in used else "" for column in order]
-            row = f"{number:2}  {layer + '/':12}{levels[layer]:4}{'':2}"
-            lines.append((row + "".join(f"{mark:>3}" for mark in marks)).rstrip())
-        return "```text\n" + "\n".join(lines) + "\n```\n"
-
     def list_of(self, layer: str) -> str:
         """The last lines of the docstring of a layer's `__init__`; none, if no module needs torch."""
         torch = [leaf for leaf in self.modules_in(layer) if f"{layer}.{leaf}" in self.needing_torch]
@@ -127,7 +109,7 @@ class Package:
         Raises:
             ValueError: a file lacks the place for it.
         """
-        texts = {self.design: _put(_PICTURE, self.picture(), self.design)}
+        texts = {}
         for layer in self.layers:
             path = self.package / layer / "__init__.py"
             if modules := self.list_of(layer):

@@ -91,7 +91,7 @@ def test_what_begins_with_an_underscore_only_its_own_layer_uses() -> None:
     assert not wrong_underscores(TREE)
 
 
-def test_the_picture_and_the_lists_are_what_the_imports_give() -> None:
+def test_the_lists_are_what_the_imports_give() -> None:
     others = [path for path, text in TREE.rendered().items() if path.read_text() != text]
     assert not others, "not what the imports give: make layers"
 
