@@ -196,7 +196,7 @@ def _follow_rare(opcode: int, data: bytes, at: int, stack: list[int], marks: lis
     elif opcode == 0x51:  # BINPERSID: its stand-in is a tuple
         stack[-1] += 1
     else:
-        what = "an integer of 2**2040 or more" if opcode == 0x8B else "an opcode of no save by protocol 2 or later"
+        what = "an integer of 2**2039 or more" if opcode == 0x8B else "an opcode of no save by protocol 2 or later"
         raise WrongArgumentsError(f"{what} ({opcode:#x})")
     return at + 1
 

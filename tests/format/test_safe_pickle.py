@@ -72,7 +72,7 @@ class OwnTensor(torch.Tensor):
     [
         np.array([1, "a"], dtype=object),
         np.zeros(1, dtype=[("a", [("b", "i4")])]),  # records in records
-        *(1 << 2040, {(((1,),),): 1}, torch.optim.SGD([torch.ones(1)])),
+        *(1 << 2039, {(((1,),),): 1}, torch.optim.SGD([torch.ones(1)])),
         torch.ones(2).as_subclass(OwnTensor),
     ],
     ids=lambda value: type(value).__name__,
