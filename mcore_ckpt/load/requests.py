@@ -25,7 +25,7 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
@@ -338,6 +338,7 @@ class _Kind(NamedTuple):
     """What all items have in common that this package writes for a dtype and shape."""
 
     dtype: torch.dtype  # of the destination
+    item_bytes: int  # length of the item
     payload_bytes: int  # length of the payload
     frame: bytes  # what stands before and behind the payload, with zeros where its CRC-32 belongs
     row: tuple[int, ...]  # a `_ROW` in which nothing else is known; `stop` is the length of an item
@@ -361,6 +362,20 @@ _ROW: Final = np.dtype(
     ],
     align=True,
 )
+
+
+def _kind(dtype: str, sizes: tuple[int, ...], own: torch.dtype, number: int) -> _Kind | None:
+    try:
+        template = tensor_template(dtype, sizes)
+    except ValueError:  # this package writes no such items
+        return None
+    head_bytes, item_bytes, payload_bytes = len(template.head), template.item_bytes, template.payload_bytes
+    if not payload_bytes:
+        return None
+    first, second = template.crc_positions
+    crcs = head_bytes + first, head_bytes + second
+    row = 0, number, 0, item_bytes, head_bytes, payload_bytes, len(template.tail), 0, 0, *crcs, 0
+    return _Kind(own, item_bytes, payload_bytes, template.head + template.tail, row)
 
 
 _FOUR = np.arange(4)
@@ -423,16 +438,10 @@ class SmallChunks:
                 lookup = self._lookups[id(form)] = ChunkLookup(form.offsets, form.sizes)
             chunk = lookup.only(Box(offsets, sizes))
             dtype = torch_dtype(form.dtype)
-            with suppress(ValueError):  # this package writes no such items
-                template, number = tensor_template(form.dtype, sizes), len(self.kinds)
-                item_bytes, payload_bytes = template.item_bytes, template.payload_bytes
-                is_small = payload_bytes > 0 and item_bytes <= self._policy.max_small_bytes
-                if chunk is not None and dtype is not None and is_small:
-                    place = chunk, number, dtype, item_bytes
-                    head_bytes, tail_bytes = len(template.head), item_bytes - len(template.head) - payload_bytes
-                    crcs = [head_bytes + position for position in template.crc_positions]
-                    row = (0, number, 0, item_bytes, head_bytes, payload_bytes, tail_bytes, 0, 0, *crcs, 0)
-                    self.kinds.append(_Kind(dtype, payload_bytes, template.head + template.tail, row))
+            kind = None if chunk is None or dtype is None else _kind(form.dtype, sizes, dtype, len(self.kinds))
+            if chunk is not None and kind is not None and kind.item_bytes <= self._policy.max_small_bytes:
+                place = chunk, len(self.kinds), kind.dtype, kind.item_bytes
+                self.kinds.append(kind)
         self._places[id(form), offsets, sizes, shape] = place
         return place
 
