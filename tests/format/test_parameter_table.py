@@ -14,8 +14,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.parameter_table import TABLE_MEMBER, Form, ParameterTable, Region, encode_parameters
 from mcore_ckpt.format.zip_records import member_of, with_members
 from tests.format import independent_reader as independent
-from tests.support.stored_layouts import stock_item
-from tests.support.unchecked_table import UncheckedTable
+from tests.support.stored_layouts import UncheckedTable, stock_item
 
 pytestmark = pytest.mark.quick
 

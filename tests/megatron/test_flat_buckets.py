@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch.testing._internal.two_tensor import TwoTensor
 
+import mcore_ckpt
 from mcore_ckpt import (
     LoadError,
     LoadOptions,
@@ -39,18 +40,14 @@ from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, bu
 from tests.support.shared_groups import share_groups
 from tests.support.state_compare import differing, read_state, write_state
 from tests.support.stock import LISTS_TENSORS
-from tests.support.unchecked_table import UncheckedTable
+from tests.support.stored_layouts import UncheckedTable
 
 
 def prepare() -> Any:
     """Megatron's `dist_checkpointing`, served by this package."""
     warnings.simplefilter("ignore")  # of Megatron and torch about themselves
     share_groups()
-    import mcore_ckpt
-
     mcore_ckpt.install()
-    from megatron.core import dist_checkpointing
-
     return dist_checkpointing
 
 

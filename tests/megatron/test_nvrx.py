@@ -2,6 +2,7 @@
 
 import signal
 import textwrap
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +28,6 @@ needs_own = pytest.mark.skipif(
 @forked
 def test_what_megatron_imports_of_it_is_supplied_and_taken_back() -> None:
     mcore_ckpt.install()
-    from importlib import import_module
-
     core = import_module(f"{ASYNC}.core")
     assert core.AsyncCallsQueue is AsyncCallsQueue
     assert import_module(f"{ASYNC}.filesystem_async").FileSystemWriterAsync is mcore_ckpt.FileSystemWriterAsync
@@ -64,8 +63,6 @@ def test_one_that_is_installed_is_never_covered_and_its_queue_finishes_our_saves
         )
     )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    from importlib import import_module
-
     theirs = import_module(f"{ASYNC}.core").AsyncCallsQueue
     queue = theirs()
     mcore_ckpt.install()

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.msc_utils import MultiStorageClientFeature
 
+import mcore_ckpt
 from mcore_ckpt import SaveOptions, verify_checkpoint
 from tests.megatron.test_strategy import load_on_rank, save_on_rank
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
@@ -14,8 +17,6 @@ from tests.support.states import check_state, sharded_state
 
 def through_client(rank: int, function: Any, *arguments: Any) -> Any:
     """Switch Megatron's multi-storage client on, as `--enable-msc` does."""
-    from megatron.core.msc_utils import MultiStorageClientFeature
-
     MultiStorageClientFeature.enable()
     assert MultiStorageClientFeature.is_enabled()
     return function(rank, *arguments)
@@ -32,10 +33,6 @@ def test_what_one_writes_the_other_reads_through_the_client(msc_profile: str, sa
 
 
 def save_async(rank: int, run: str, world: int) -> None:
-    from megatron.core import dist_checkpointing
-
-    import mcore_ckpt
-
     mcore_ckpt.install()
     # (a forked child cannot reach a store)
     strategy = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions(writer="fork"))

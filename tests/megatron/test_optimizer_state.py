@@ -8,8 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedTensor, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mcore_ckpt import LoadError, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
+from mcore_ckpt import (
+    LoadError,
+    MissingKeyError,
+    ShapeMismatchError,
+    TorchDistSaveStrategy,
+    load_sharded_optimizer_state,
+)
+from mcore_ckpt.load import reader
 from tests.support.gloo_ranks import on_ranks, run_ranks
 
 
@@ -96,9 +106,6 @@ def test_what_cannot_be_is_named(saved: Path) -> None:
 
 
 def dtensors(rank: int, path: Path, world: int, save: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (world,))
 
     def spread(tensor: torch.Tensor, axis: int = 0) -> DTensor:
@@ -128,11 +135,6 @@ def test_dtensors_get_the_layout_of_their_parameters(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_megatron_reads_the_optimizers_part_only(rank: int, tmp_path: Path) -> None:
-    from megatron.core.dist_checkpointing import ShardedTensor, save
-
-    from mcore_ckpt import TorchDistSaveStrategy
-    from mcore_ckpt.load import reader
-
     def state(fill: float) -> dict[str, Any]:
         shard = ShardedTensor.from_rank_offsets
         return {

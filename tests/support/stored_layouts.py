@@ -1,11 +1,15 @@
 """Checkpoints in any layout, made of `torch.save` items."""
 
 import io
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -16,6 +20,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.integrity import NO_SAVE_ID
 from mcore_ckpt.format.item import TensorTemplate, tensor_template
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.format.parameter_table import Region
 from mcore_ckpt.image.layout import TensorSpec, WriteBucket, fill_bucket, lay_out_file
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.save.staging import BucketSource
@@ -190,3 +195,28 @@ def tail_with(template: TensorTemplate, crc: int) -> bytes:
     for position in template.crc_positions:
         tail[position : position + 4] = crc.to_bytes(4, "little")
     return bytes(tail)
+
+
+@dataclass(frozen=True)
+class UncheckedTable:
+    """A table of parameters by its fields, to be encoded without a check, which the writer would not write; `buckets`:
+    name and number of elements of each.
+    """
+
+    buckets: Sequence[tuple[str, int]]
+    regions: Sequence[Region]
+    alignment: int = 64  # of what lies behind padding
+    longest: int = 63  # padding
+
+    def encoded(self) -> bytes:
+        forms = list(dict.fromkeys(one.form for one in self.regions))
+        described = [n for form in forms for n in (len(form.shape), *form.shape, *form.sizes, *form.strides)]
+        offsets = [n for one in self.regions for n in one.offsets]
+        counts = len(self.buckets), len(forms), len(self.regions), len(described), len(offsets)
+        names = [name.encode() for name in (*(n for n, _ in self.buckets), *(one.key for one in self.regions))]
+        wide = [*counts, self.alignment, self.longest, *(n for _, n in self.buckets), *described, *offsets]
+        wide += [one.first for one in self.regions]
+        narrow = [*(one.bucket for one in self.regions), *(forms.index(one.form) for one in self.regions)]
+        narrow += [*(one.is_copy for one in self.regions), *map(len, names)]
+        content = np.array(wide, "<u8").tobytes() + np.array(narrow, "<u4").tobytes() + b"".join(names)
+        return struct.pack("<8sIQ", b"\x89mckFLAT", 1, len(content)) + zlib.compress(content)
