@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from mcore_ckpt.commands import cli
 from mcore_ckpt.commands.cli import main, make_parser
@@ -235,8 +236,6 @@ def test_scripts_reshard_is_the_command(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_keys_cannot_act_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     evil = "\x1b[31mred\x9b2J\ud800"
     write_model(tmp_path / "c", tp=1, tensors={evil: torch.zeros(2)})
     assert main(["inspect", str(tmp_path / "c"), "--tensors"]) == 0
@@ -252,8 +251,6 @@ def test_keys_cannot_act_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFix
 def test_on_a_narrow_terminal_no_line_is_too_long_and_one_is_no_plural(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     write_model(tmp_path / "run" / "iter_0000007", tp=1, tensors={"w": torch.zeros(2)})
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
     monkeypatch.setenv("COLUMNS", "60")

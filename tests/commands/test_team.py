@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
+import torch.distributed as dist
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError, OptionError
@@ -25,7 +25,7 @@ from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.target_directory import target_folder
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 from tests.support.local_files import contents, flip
-from tests.support.model_like import write_model
+from tests.support.model_like import read_all, write_model
 from tests.support.object_server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,15 +60,9 @@ def folder(tmp_path: Path) -> Path:
     for name in ("bad", "one/broken", "many/broken"):
         shutil.copytree(tmp_path / "ckpt", tmp_path / name)
         damage(tmp_path / name)
-    other = {key: value + 1 for key, value in read(tmp_path / "ckpt").items()}
+    other = {key: value + 1 for key, value in read_all(tmp_path / "ckpt").items()}
     write_model(tmp_path / "other", tensors=other)
     return tmp_path
-
-
-def read(directory: Path) -> dict[str, torch.Tensor]:
-    from tests.support.model_like import read_all
-
-    return read_all(directory)
 
 
 def damage(directory: Path) -> None:
@@ -92,8 +86,6 @@ def shown(line: str) -> Shown:
 
 def in_rank(rank: int, ports: Sequence[int], lines: Sequence[str], where: Path) -> list[Shown]:
     """Run command lines in a rank, as a launcher would start it; `{rank}` in them is its number."""
-    import torch.distributed as dist
-
     dist.destroy_process_group()
     os.chdir(where)
     found = []
@@ -184,8 +176,6 @@ def test_a_second_run_into_one_target_is_refused(folder: Path) -> None:
 
 
 def meets(rank: int, port: int, act: Callable[[Team], Any]) -> Any:
-    import torch.distributed as dist
-
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with team_of_launcher() as team:

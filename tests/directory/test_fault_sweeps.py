@@ -24,6 +24,7 @@ from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are those of Megatron's sharded state")
 
+import mcore_ckpt
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.commit import Commit
@@ -39,7 +40,7 @@ from mcore_ckpt.save.jobs import StatusPage
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.models.test_huggingface import model_tensors, write_hf
-from tests.support import states
+from tests.support import kill_runner, states
 from tests.support.checkpoint_reader import MIX, CheckpointReader, Found, reader
 from tests.support.fuse_memory import FuseMount, Misbehaviour, Variant, write_tree
 from tests.support.gloo_ranks import MEGATRON, RankOutcome, StandingRanks, standing_ranks
@@ -120,15 +121,10 @@ def look(
 
 
 def _prepare(rank: int) -> None:
-    import mcore_ckpt
-    from tests.support import kill_runner  # noqa: F401
-
     mcore_ckpt.install()
 
 
 def _save(rank: int, seed: int, directory: Path, way: str) -> None:
-    from tests.support import kill_runner
-
     if way == "DCP":
         writer = FileSystemWriterAsync(directory, options=kill_runner.OPTIONS)
         dcp.save(states.tensors(seed), storage_writer=writer)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+
 from tests.support.gloo_ranks import made
 from tests.support.models import ModelShape, Parallel, build_training
 from tests.support.shared_groups import fork_results_queue, share_groups
@@ -59,8 +63,6 @@ def _prepare(ours: bool) -> None:
 def save_all(rank: int, jobs: list[Job], ours: bool, asynchronous: bool = False) -> dict[str, tuple[str, ...]]:
     """Train each job's model, keep the reference, save; returns the strategy methods that ran, by job."""
     _prepare(ours)
-    from megatron.core import dist_checkpointing
-
     ran = {}
     for seed, job in enumerate(jobs, start=1):
         training = build_training(job.shape, job.layout, seed)
@@ -91,8 +93,6 @@ def save_all(rank: int, jobs: list[Job], ours: bool, asynchronous: bool = False)
 def load_all(rank: int, jobs: list[Job], ours: bool) -> dict[str, LoadedState]:
     """Load each job's checkpoint into a fresh model of the job's layout, and write the state before and after."""
     _prepare(ours)
-    from megatron.core import dist_checkpointing
-
     found = {}
     for job in jobs:
         training = build_training(job.shape, job.layout, seed=100)
@@ -108,9 +108,6 @@ def load_all(rank: int, jobs: list[Job], ours: bool) -> dict[str, LoadedState]:
 
 
 def _main_replicas(state_dict: dict[str, Any]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
-
     apply_factories(state_dict)
     shards = [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
     return [

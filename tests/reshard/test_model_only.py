@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import mcore_ckpt
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, MissingKeyError
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
@@ -434,8 +435,6 @@ JOBS: dict[str, tuple[ModelShape, Parallel, bool]] = {
 
 def train(rank: int, runs: Path) -> None:
     """Save iterations 1 and 2 of each job; keep the model's weights of the first."""
-    import mcore_ckpt
-
     mcore_ckpt.install()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject
@@ -453,8 +452,6 @@ def train(rank: int, runs: Path) -> None:
 
 def resume(rank: int, runs: Path) -> None:
     """Load the first iteration with the optimizer, which is refused, and without."""
-    import mcore_ckpt
-
     mcore_ckpt.install()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject

@@ -20,6 +20,7 @@ from mcore_ckpt.save.async_queue import AsyncCallsQueue
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
+from megatron.core.dist_checkpointing import ShardedTensor
 
 WHOLE = ("one", "scalar", "empty")
 DIVIDED = {"rows": (4, 6), "columns": (300, 8), "inner": (3, 4, 8), "long": (2048, 800), "layers": (3, 256, 2048)}
@@ -43,8 +44,6 @@ def whole_tensors() -> dict[str, torch.Tensor]:
 def shard(
     key: str, whole: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...], flat: slice | None = None
 ) -> Any:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
     data = whole[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))].clone()
     pieces = tuple(n // m if m else 1 for n, m in zip(whole.shape, sizes, strict=True))
     made = ShardedTensor(key, data, data.dtype, sizes, tuple(whole.shape), offsets, pieces)

@@ -15,6 +15,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.payloads import StoredPayloads
 from tests.support.local_files import flip
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, tilings, write_checkpoint
@@ -78,8 +79,6 @@ def test_any_box_of_any_tiling(
 def test_a_slice_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(2048, 2048)
     write_model(tmp_path / "c", tp=1, tensors={"w": tensor})
-    from mcore_ckpt.tools.payloads import StoredPayloads
-
     read: list[int] = []
     original = StoredPayloads.read_into
 

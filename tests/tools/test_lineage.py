@@ -17,14 +17,14 @@ from tests.support.local_files import flip
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
 W, FROZEN, NORM = "decoder.linear.weight", "frozen.weight", "decoder.norm.weight"
 MASTER, MOMENT = (f"optimizer.state.{kind}.{W}" for kind in ("param", "exp_avg"))
 
 
 def state(step: int, rank: int = 0, **held: Any) -> dict[str, Any]:
     """After so many steps; a weight that is frozen, and one that rounds to what it was."""
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-
     tensors = {
         **{key: torch.full((64, 64), step + 1.0) for key in (W, MASTER, MOMENT)},
         FROZEN: torch.ones(64, 64),
