@@ -216,7 +216,9 @@ def _verdict(report: VerifyReport) -> str:
 
 def add_repair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
-    parser.add_argument("--from", dest="other", metavar="OTHER", help="a copy of the same save; checksums are compared")
+    parser.add_argument(
+        "--from", dest="other", metavar="OTHER", help="a copy of the same save; of a model-only CKPT a full one"
+    )
     parser.add_argument("--accept-common-state", action="store_true", help="common.pt was changed on purpose")
     add_dry_run(parser, "show what is wrong, and what of it the copy could repair; write nothing")
     add_workers(parser, "threads that read and sum")
