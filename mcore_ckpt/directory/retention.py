@@ -506,6 +506,8 @@ def _of_checkpoint(storage: Storage) -> list[str]:
     index = _index_of(storage)
     own = set() if index is None else set(_own_files(index))
     names = storage.list()
+    if index is not None and index.removed is not None:  # a removal of the optimizer that was killed has left them
+        own.update(name for name in index.removed.files if name in names and name.endswith(DATA_SUFFIX))
     others = [name for name in names if name in _SIDECARS or is_pending(name) or is_drain_note(name) or is_note(name)]
     return [*sorted(own.union(filter(tells_save, names))), *others, METADATA_FILE]
 

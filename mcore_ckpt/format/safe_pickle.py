@@ -28,6 +28,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from functools import reduce
+from itertools import pairwise
 from typing import Any, Final
 
 from mcore_ckpt.core.boxes import strides_of
@@ -270,6 +271,9 @@ def _bytes_dtype(subarray: Any, names: Any, fields: Any, size: Any) -> Any:
         parts = [fields[name] for name in names]
         _wants(all(type(part) is tuple and len(part) == 2 and is_plain(part[0]) for part in parts), "plain fields")
         formats, offsets = ([part[n] for part in parts] for n in (0, 1))
+        ends = [(start, start + kind.itemsize) for kind, start in parts if type(start) is int and kind.itemsize]
+        is_apart = all(end <= start for (_, end), (start, _) in pairwise(sorted(ends)))
+        _wants(is_apart, "fields that do not overlap")  # bytes are brought into order field by field
         return numpy.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
     if subarray is not None:
         _wants(type(subarray) is tuple and len(subarray) == 2 and is_plain(subarray[0]), "an array in a field")

@@ -76,7 +76,7 @@ def remove_optimizers(
     for decision in found.decisions:
         try:
             decisions.append(decision if decision.keep else _decide(decision.checkpoint, run, by, remove=remove))
-        except (LoadError, SaveError) as error:  # the others do not wait for it
+        except (LoadError, SaveError, OSError) as error:  # the others do not wait for it
             if is_gone(decision.checkpoint.path):
                 decisions.append(PruneDecision(decision.checkpoint, False, GONE))
                 continue

@@ -129,6 +129,9 @@ def test_records_of_numpy_come_back(fields: Any) -> None:
     assert record == array[1]
     assert raw.tobytes() == b"abc"
     record[fields[0][0]] = 5  # its own memory, which can be written
+    overlapping = np.dtype({"names": ["a", "b"], "formats": [">i4", "<i2"], "offsets": [0, 2]})
+    with pytest.raises(UnsafePickleError, match="fields that do not overlap"):
+        load_object(saved(np.zeros(2, overlapping)))
 
 
 def test_the_state_dict_of_a_module_comes_back() -> None:

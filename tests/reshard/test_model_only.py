@@ -105,12 +105,13 @@ def test_one_that_has_no_optimizer_counts_for_none_that_has(run: Path, tmp_path:
     assert model_only(run) == [100]
 
 
-def test_one_that_cannot_be_changed_keeps_no_other_from_it(run: Path) -> None:
+@pytest.mark.parametrize("refused", [True, False])
+def test_one_that_cannot_be_changed_keeps_no_other_from_it(run: Path, refused: bool) -> None:
     begin = Commit.begin
 
     def begin_where_it_can(storage: Any, *arguments: Any) -> Commit:
         if storage.location.endswith(name_of(100)):
-            raise SaveError("read-only file system")
+            raise (SaveError if refused else OSError)("read-only file system")
         return begin(storage, *arguments)
 
     with mock.patch.object(Commit, "begin", begin_where_it_can):
@@ -132,12 +133,14 @@ def test_what_a_removal_that_was_killed_has_left_goes_with_the_next(run: Path, t
     with mock.patch.object(LocalStorage, "delete", fails):  # behind the commit
         remove_optimizers(run, keep_last=2, remove=True)
     assert read_index(old).removed is not None
-    reshard_checkpoint(old, tmp_path / "made", tp=1, pp=1)
-    assert read_index(tmp_path / "made").removed is None, "what is made of it was never full"
+    shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns(f"{CLAIM}*"))
     assert main(["prune", str(run), "--optimizer-last", "2", "--yes"]) == 0
     of_index = {*index_files(read_index(old)), METADATA_FILE, "common.pt", "metadata.json"}
     left = {path.name for path in old.iterdir() if not path.name.startswith(CLAIM)}  # which the next save removes
     assert left == of_index | others
+    for _ in range(2):  # nor does the removal of all of it leave them
+        main(["prune", str(tmp_path / "copy"), "--keep-last", "2", "--yes"])
+    assert {path.name for path in (tmp_path / "copy" / name_of(100)).iterdir()} == others
 
     def killed_at_its_claim() -> None:
         with mock.patch.object(LocalStorage, "claim", side_effect=lambda *_: os._exit(9)):
@@ -235,6 +238,16 @@ def test_a_repair_compares_iteration_and_model_where_ids_do_not_tell(
         assert contents(old) == before
         assert main(["repair", str(old), "--from", str(full)]) == 0
         assert contents(old) == contents(full)
+
+
+def test_what_is_made_of_it_tells_that_it_was_full_and_can_be_again(run: Path, tmp_path: Path) -> None:
+    full, made = run / name_of(300), tmp_path / "made"
+    remove_optimizers(run, keep_last=1, remove=True)
+    reshard_checkpoint(run / name_of(100), made, tp=1, pp=1)
+    with pytest.raises(MissingKeyError, match="was removed on"):
+        main(["cat", str(made), "optimizer.state.exp_avg.output_layer.weight", "--debug"])
+    assert main(["repair", str(made), "--from", str(full)]) == 0
+    assert contents(made) == contents(full)
 
 
 KEEPS: dict[str, Callable[[Path], object]] = {
