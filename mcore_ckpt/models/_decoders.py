@@ -240,7 +240,6 @@ LATENT_MLP = (
     in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight [hidden]", when="expert layer"),
     *DENSE_MLP[1:],
     *GATED_EXPERTS[1:],
-    *SHARED_EXPERTS,
 )
 
 LATENT_SETTINGS = (
@@ -596,6 +595,7 @@ GROUPS: Mapping[str, Group] = {
     "qk norm": Group(QK_NORM),
     "mlp": Group(DENSE_MLP),
     "experts": Group(GATED_EXPERTS, (INNER_OF_EXPERTS, CHOSEN_EXPERTS)),
+    "latent mlp": Group(LATENT_MLP, (INNER_OF_EXPERTS, CHOSEN_EXPERTS)),
     "shared experts": Group(SHARED_EXPERTS, (), rules("shared experts")),
     "sigmoids": Group((ROUTER_BIAS,), (ROUTED_EXPERTS,), rules("scaled weights", "sigmoids")),
 }

@@ -4,8 +4,6 @@ has rows of its own; rules there have what no row says: YaRN, windows, groups of
 
 A file is checked when it is read: names that nobody reads, missing ones, groups, rules and transforms that there are
 not. For a model, `relate` then checks that each element of each tensor has one place on either side.
-
-DeepSeek stores the dimensions that positions turn in pairs, as Megatron-Core does, so nothing is reordered.
 """
 
 from __future__ import annotations
@@ -21,23 +19,12 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import local_path
 from mcore_ckpt.models._decoders import (
     BUFFERS,
-    CHOSEN_EXPERTS,
-    DECODER_DEFAULTS,
-    DECODER_SETTINGS,
-    EMBEDDING,
     GROUPS,
-    INNER_OF_EXPERTS,
-    LATENT_ATTENTION,
-    LATENT_MLP,
-    LATENT_SETTINGS,
-    ROUTED_EXPERTS,
-    ROUTER_BIAS,
     RULES,
     SILU,
     as_loaded,
     predicting,
     row_of,
-    rules,
 )
 from mcore_ckpt.models._settings import (
     Setting,
@@ -56,70 +43,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-# --- DeepSeek
-
-_DEEPSEEK_DEFAULTS = {**DECODER_DEFAULTS, "q_lora_rank": 1536}
-_V2_ROWS = (*EMBEDDING, *LATENT_ATTENTION, *LATENT_MLP)
-_V3_ROWS = (*_V2_ROWS, ROUTER_BIAS)
-
-
-_DEEPSEEK_SETTINGS = (*DECODER_SETTINGS, *LATENT_SETTINGS, ROUTED_EXPERTS, INNER_OF_EXPERTS, CHOSEN_EXPERTS)
-_DEEPSEEK_ALLOWED = {**SILU, "attention_bias": (False,), "mlp_bias": (False,)}
-_DEEPSEEK_CONSTANTS = {"qk_layernorm": True, "multi_latent_attention": True}
-_DEEPSEEK_TRAITS = "RMSNorm swiglu multi_latent_attention num_experts qk_layernorm moe_shared_expert_intermediate_size"
-
-_DEEPSEEK_RULES = rules(
-    "decoder", "layers alike", "latent attention", "first dense layers", "shared experts", "scaled weights"
-)
-
-DEEPSEEK_V2 = Family(
-    name="deepseek-v2",
-    architecture="DeepseekV2ForCausalLM",
-    rows=_V2_ROWS,
-    loaded=as_loaded(_V2_ROWS),
-    defaults={
-        **_DEEPSEEK_DEFAULTS,
-        "first_k_dense_replace": 0,
-        "n_group": None,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": None,
-        "routed_scaling_factor": 1.0,
-        "topk_group": None,
-        "topk_method": "greedy",
-    },
-    allowed={**_DEEPSEEK_ALLOWED, "topk_method": ("greedy", "group_limited_greedy")},
-    constants={**_DEEPSEEK_CONSTANTS, "moe_router_pre_softmax": True},
-    traits=f"{_DEEPSEEK_TRAITS} softmax",
-    settings=_DEEPSEEK_SETTINGS,
-    rules=(*_DEEPSEEK_RULES, *rules("softmax groups")),
-)
-
-DEEPSEEK_V3 = Family(
-    name="deepseek-v3",
-    architecture="DeepseekV3ForCausalLM",
-    others=("kimi_k2",),
-    rows=predicting(_V3_ROWS),
-    loaded=as_loaded(_V3_ROWS),
-    defaults={
-        **_DEEPSEEK_DEFAULTS,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts_per_tok": 8,
-        "num_key_value_heads": 128,
-        "rope_interleave": True,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-    },
-    allowed={**_DEEPSEEK_ALLOWED, "rope_interleave": (True,), "topk_method": ("noaux_tc",)},
-    constants=_DEEPSEEK_CONSTANTS,
-    traits=f"{_DEEPSEEK_TRAITS} sigmoid",
-    settings=_DEEPSEEK_SETTINGS,
-    rules=(*_DEEPSEEK_RULES, *rules("sigmoids", "multi-token prediction")),
-)
-
 
 # --- tables in files
 
@@ -143,7 +66,7 @@ KINDS: Mapping[str, Any] = {
     **{f"fused {kind}": fused_gelu(kind) for kind in ("gelu_new", "gelu_pytorch_tanh")},
 }
 _TYPES: Mapping[str, type] = {
-    **dict.fromkeys("groups tensors settings parts derived".split(), list),
+    **dict.fromkeys("groups tensors settings parts derived others".split(), list),
     **dict.fromkeys("defaults allowed constants".split(), dict),
     "default": object,
 }
@@ -168,7 +91,7 @@ def family_in(path: Path) -> Family:
 
 
 def _family(table: Any, where: str) -> Family:
-    optional = "traits may_have tensors settings defaults allowed constants derived optional_prefix"
+    optional = "traits may_have tensors settings defaults allowed constants derived optional_prefix others"
     found = _fields(table, "name architecture groups", optional, where)
     rows: dict[str, list[Row]] = {}
     settings: list[Setting] = []
@@ -209,14 +132,20 @@ def _family(table: Any, where: str) -> Family:
         loaded=loaded,
         settings=tuple(settings),
         rules=tuple(applied),
-        defaults={**defaults, **found.get("defaults", {})},
-        allowed={name: tuple(None if one == "null" else one for one in values) for name, values in allowed.items()},
+        defaults={**defaults, **{name: _value(one) for name, one in found.get("defaults", {}).items()}},
+        allowed={name: tuple(map(_value, values)) for name, values in allowed.items()},
         constants=found.get("constants", {}),
         traits=found.get("traits", ""),
         may_have=found.get("may_have", ""),
         derived=(*BUFFERS, *found.get("derived", ())),
         optional_prefix=found.get("optional_prefix", ""),
+        others=tuple(found.get("others", ())),
     )
+
+
+def _value(given: Any) -> Any:
+    """The value of a setting; TOML has no word for none."""
+    return None if given == "null" else given
 
 
 def _row(table: Any, where: str) -> Row:
@@ -285,10 +214,7 @@ def _check(rows: tuple[Row, ...], settings: list[Setting], where: str) -> None:
 
 # --- which family a model belongs to
 
-FAMILIES: tuple[Family, ...] = (
-    *(DEEPSEEK_V2, DEEPSEEK_V3),
-    *map(family_in, sorted((Path(__file__).parent / "families").glob(f"*{SUFFIX}"))),
-)
+FAMILIES: tuple[Family, ...] = tuple(map(family_in, sorted((Path(__file__).parent / "families").glob(f"*{SUFFIX}"))))
 """In the order in which arguments are compared with them."""
 
 _TRAITS = (
