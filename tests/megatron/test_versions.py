@@ -27,7 +27,7 @@ from mcore_ckpt.format.zip_records import version_of, with_versions
 from mcore_ckpt.megatron.versions import parallel_layout
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.megatron.trap_ranks import installed
-from tests.support.gloo_ranks import on_ranks, run_megatron_ranks, run_stock_ranks
+from tests.support.gloo_ranks import made, on_ranks, run_megatron_ranks, run_stock_ranks
 from tests.support.kept_log import kept_log
 from tests.support.stock import LISTS_TENSORS
 
@@ -54,9 +54,7 @@ def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any], list[str
     dist_checkpointing = installed()
     with kept_log() as lines:
         for name in ("first", "second"):
-            (path / name).mkdir(exist_ok=True)
-            torch.distributed.barrier()
-            dist_checkpointing.save(state(states_of(rank), rank), str(path / name))
+            dist_checkpointing.save(state(states_of(rank), rank), made(path / name))
     wrapped = FullyParallelLoadStrategyWrapper(TorchDistLoadStrategy())
     loaded = [
         dist_checkpointing.load(state(None, rank), str(path / name), strategy)["rng_state"]
@@ -82,8 +80,7 @@ def test_a_save_of_other_objects_is_refused_on_all_ranks_if_they_are_to_raise(ra
     """Then all have the same object."""
     path = tmp_path / "run"
     strategy = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="raise"))
-    path.mkdir(exist_ok=True)
-    torch.distributed.barrier()
+    made(path)
     said = r'rng_state/shard_0.0_1.1 on ranks 1, 3\. With compare_replicas="warn" it is kept'
     with pytest.raises(SaveError, match=said):
         installed().save(state(states_of(rank), rank), str(path), strategy)
