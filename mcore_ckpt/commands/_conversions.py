@@ -62,7 +62,8 @@ def plan_outcome(report: ConversionReport) -> Outcome:
         header += ["decided by", "note"]
         for row, key in zip(rows, report.keys, strict=True):
             row += [key.decided_by + (" (guess)" if key.guess else ""), key.note]
-    what = ": ".join(part for part in (report.family or report.format, report.target_layout) if part)
+    layouts = " as ".join(layout for layout in (report.source_layout, report.target_layout) if layout)
+    what = ": ".join(part for part in (report.family or report.format, layouts) if part)
     objects = f" and {counted(report.objects, 'object')}" if report.objects else ""
     guesses = f", {report.guesses} by a guess" if decided else ""
     said = f"{what}: {counted(report.tensors, 'tensor')}{objects}{guesses}; nothing was written"
@@ -79,7 +80,8 @@ def _made(report: ConversionReport, arguments: argparse.Namespace, *, to_megatro
     """A conversion to another format or from one: its plan, or what was written, compared by logits if asked for."""
     if arguments.dry_run:
         return plan_outcome(report)
-    what = " for ".join(part for part in (report.family, report.target_layout if to_megatron else "") if part)
+    layouts = " as ".join(part for part in (report.source_layout, report.target_layout) if part and to_megatron)
+    what = " for ".join(part for part in (report.family, layouts) if part)
     size = f"{counted(report.tensors, 'tensor')}, {human_bytes(report.payload_bytes)}"
     made = ", ".join(part for part in (what, size) if part)
     text = "\n".join([f"{report.target}: {made} in {counted(len(report.files), 'file')}", *notes_of(report)])
@@ -184,8 +186,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="directory of a model, of a checkpoint or of a run, or a file")
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
     what = (
-        "what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), or one "
-        "that FSDP2 or Megatron-FSDP has saved by DCP (dcp)"
+        "what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), one that "
+        "FSDP2 or Megatron-FSDP has saved by DCP (dcp), or that of a job with --ckpt-format torch (megatron-legacy)"
     )
     _add_kind(parser, "--from", ImportOptions, "files", what)
 

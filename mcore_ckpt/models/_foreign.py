@@ -203,8 +203,19 @@ _MAX_DEPTH = 100
 _MAX_EXPANDED_BYTES = 1024**3
 
 
-def _file_range(file: str, tensor: FileTensor, state: StateFile) -> FileRange:
-    """Where the elements of one of its tensors lie."""
+def read_state(storage: Storage, file: str) -> StateFile:
+    """A state file; raises as `read_state_file`."""
+    with storage.open_reader(file) as reader:
+        return read_state_file(reader.read, reader.size_bytes, str(storage.path(file)))
+
+
+def file_range(file: str, tensor: FileTensor, state: StateFile, *, strided: bool = False) -> FileRange:
+    """Where the elements of one of its tensors lie; raises `CorruptCheckpointError` for unexpected strides."""
+    if tensor.strides and not strided:
+        raise CorruptCheckpointError(
+            f"{file}: a tensor of {list(tensor.shape)} in steps of {list(tensor.strides)} elements; expected elements "
+            "that follow one another, as Megatron saves them"
+        )
     record = state.records[tensor.record]
     whole = Record(f"record data/{tensor.record}", record.start, record.nbytes, record.crc32)
     at = record.start + tensor.first_byte
@@ -213,10 +224,8 @@ def _file_range(file: str, tensor: FileTensor, state: StateFile) -> FileRange:
 
 def read_torch_file(storage: Storage, file: str) -> tuple[dict[str, FileRange], list[str]]:
     """The tensors of a torch file by key (nested dicts joined by dots), and keys of other plain values."""
-    path = storage.path(file)
-    with storage.open_reader(file) as reader:
-        size_bytes = reader.size_bytes
-        state = read_state_file(reader.read, size_bytes, str(path))
+    path, size_bytes = storage.path(file), storage.size(file)
+    state = read_state(storage, file)
     tensors: dict[str, FileRange] = {}
     others: list[str] = []
     # Nested dicts of a hostile file may contain one another: as many values as a file has bytes are enough.
@@ -242,7 +251,7 @@ def read_torch_file(storage: Storage, file: str) -> tuple[dict[str, FileRange], 
                 raise CorruptCheckpointError(
                     f"{path}: {prefix}: {value.nbytes} bytes of elements, which are expanded from fewer; store a copy"
                 )
-            tensors[prefix] = _file_range(file, value, state)
+            tensors[prefix] = file_range(file, value, state, strided=True)
         elif isinstance(value, dict):
             for key, part in value.items():
                 if not isinstance(key, (str, int, float, bool, type(None))):
@@ -483,7 +492,7 @@ def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
     return names
 
 
-def _where_other(payloads: StoredPayloads, key: str, other: str) -> str:
+def where_other(payloads: StoredPayloads, key: str, other: str) -> str:
     """Where two tensors hold other values, in words; empty if they are the same. Equal checksums tell that at once."""
     entries = [payloads.index.tensors[name] for name in (key, other)]
     shape, is_one_dtype = entries[0].shape, entries[0].dtype == entries[1].dtype
@@ -506,7 +515,7 @@ def _where_other(payloads: StoredPayloads, key: str, other: str) -> str:
 
 def refuse_another(payloads: StoredPayloads, key: str, embedding: str, said: str) -> None:
     """Raise `OptionError` where an output layer that is to be tied to the embedding (as `said`) holds other values."""
-    if differs := _where_other(payloads, key, embedding):
+    if differs := where_other(payloads, key, embedding):
         raise OptionError(
             f"{payloads.index.path}: {key} is not {embedding} ({differs}), though {said}: which of the two the model "
             "computes with is not known. Say that they are not tied, or remove the one that is not meant. Nothing was "
@@ -737,11 +746,17 @@ def _same(found: Sequence[Iterable[float]], name: str) -> list[float]:
 
 # --- the plan of an import
 
+_UNDIVIDED = TargetLayout(1, 1)
 
-def layout_of(options: ImportOptions) -> TargetLayout:
-    """The sizes together, 1 where nothing was said; raises `OptionError` where they cannot be."""
-    tp, pp, ep = (1 if size is None else size for size in (options.tp, options.pp, options.ep))
-    return TargetLayout(tp, pp, ep, options.etp)
+
+def layout_of(options: ImportOptions, source: TargetLayout = _UNDIVIDED) -> TargetLayout:
+    """The sizes together, as the source has them where nothing was said; raises `OptionError` where they cannot be."""
+    etp = options.etp if options.etp is not None or options.tp is not None else source.etp
+    tp, pp, ep = (
+        own if size is None else size
+        for size, own in ((options.tp, source.tp), (options.pp, source.pp), (options.ep, source.ep))
+    )
+    return TargetLayout(tp, pp, ep, etp)
 
 
 def import_conversion(

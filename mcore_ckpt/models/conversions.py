@@ -1,7 +1,7 @@
 """The front door: checkpoints to the formats of others, and from them.
 
 Each kind of source or target is thought through to a `Conversion` by a module of its own: those with knowledge of
-models (`_huggingface`, `_megatron_fsdp`), and here conversions of tensors under their keys:
+models (`_huggingface`, `_megatron_formats`), and here conversions of tensors under their keys:
 safetensors, torch files, plain DCP checkpoints.
 """
 
@@ -37,7 +37,7 @@ from mcore_ckpt.models._foreign import (
     read_weight_index,
 )
 from mcore_ckpt.models._huggingface import export_model, import_model
-from mcore_ckpt.models._megatron_fsdp import import_fsdp
+from mcore_ckpt.models._megatron_formats import import_fsdp, legacy_import
 from mcore_ckpt.reshard.conversion import (
     Conversion,
     ConversionReport,
@@ -64,7 +64,7 @@ from mcore_ckpt.tools.runs import Places, places_of
 from mcore_ckpt.tools.verify import VerifyReport
 
 TargetKind = Literal["safetensors", "torch", "dcp", "hf"]
-SourceKind = Literal["files", "hf", "dcp"]
+SourceKind = Literal["files", "hf", "dcp", "megatron-legacy"]
 _Options = TypeVar("_Options", ExportOptions, ReshardOptions)
 
 
@@ -149,7 +149,7 @@ def import_checkpoint(
             next to it, unless one there names a later iteration.
         kind: `"files"`: tensors of safetensors, torch files or a DCP checkpoint under their own keys. `"hf"`: a Hugging
             Face model. `"dcp"`: a checkpoint of FSDP2 with Hugging Face's names, where `hf_config` is given, otherwise
-            one of Megatron-FSDP.
+            one of Megatron-FSDP. `"megatron-legacy"`: the model that a job has saved with `--ckpt-format torch`.
         dry_run: as for `reshard_checkpoint`.
         progress: as for `reshard_checkpoint`.
         options: fields of `ImportOptions`, such as `tp=4`; `mcore-ckpt import --help` says what each does, and which
@@ -281,6 +281,8 @@ def _plan_merge(directories: Sequence[Path], options: MergeOptions) -> Conversio
 def _import(kind: SourceKind, directory: Path, options: ImportOptions) -> Conversion:
     if kind == "files":
         return _import_tensors(directory, options)
+    if kind == "megatron-legacy":
+        return legacy_import(directory, options)
     named = kind == "dcp" and options.hf_config is None
     usual = ImportOptions()
     for name in "arch transformer_impl numbered_layers vocabulary_multiple".split() if named else ():

@@ -540,10 +540,10 @@ class ConversionReport:
 
     Attributes:
         source, target: directories.
-        format: of the side that is not `torch_dist`: `safetensors`, `torch`, `dcp`, `hf`; of a reshard
-            `torch_dist`.
+        format: of the side that is not `torch_dist`: `safetensors`, `torch`, `dcp`, `hf`, `megatron-legacy`; of a
+            reshard `torch_dist`.
         family: of the model, where one was found.
-        target_layout: parallel sizes, for showing; empty where the target is not divided.
+        source_layout, target_layout: parallel sizes, for showing; empty where a side is not divided.
         keys: row by row; with `dry_run` alone.
         config: the model's `config.json`.
         arguments: Megatron's.
@@ -563,6 +563,7 @@ class ConversionReport:
     target: str = ""
     format: str
     family: str = ""
+    source_layout: str = ""
     target_layout: str = ""
     keys: tuple[KeyPlan, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)

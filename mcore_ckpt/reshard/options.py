@@ -265,6 +265,7 @@ def kinds_of(cls: type[ConversionOptions], name: str) -> tuple[str, ...]:
 _RENAME = "file of lines: key pattern (regular expression), replacement or `-` to drop the key"
 _FAMILY = "the model's family, or FILE.toml with its table; auto: as"
 _MTP = "take layers along that predict further tokens (mtp_num_layers, num_nextn_predict_layers), if there are any"
+_SIZE = "default: 1; with megatron-legacy that of SRC"
 _MODEL = "dtype hf_config arch mtp transformer_impl numbered_layers vocabulary_multiple global_batch_size"
 
 
@@ -276,11 +277,12 @@ class ImportOptions(ConversionOptions):
         "files": "dtype rename rules common",
         "hf": f"etp {_MODEL}",
         "dcp": f"etp rename {_MODEL}",
+        "megatron-legacy": "etp dtype",
     }
 
-    tp: int | None = option(None, "tensor parallel size (default: 1)", metavar="N")
-    pp: int | None = option(None, "pipeline parallel size (default: 1)", metavar="N")
-    ep: int | None = option(None, "expert parallel size (default: 1)", metavar="N")
+    tp: int | None = option(None, f"tensor parallel size ({_SIZE})", metavar="N")
+    pp: int | None = option(None, f"pipeline parallel size ({_SIZE})", metavar="N")
+    ep: int | None = option(None, f"expert parallel size ({_SIZE})", metavar="N")
     etp: int | None = option(None, "tensor parallel size of experts (default: as --tp)", metavar="N")
     allow_whole: bool = option(False, ALLOW_WHOLE)
     rename: tuple[RenameRule, ...] = option((), _RENAME, metavar="RULES")

@@ -100,6 +100,12 @@ def prefix_of(keys: Iterable[str]) -> str | None:
     return min((key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)), key=len, default=None)
 
 
+def pattern_of(name: str) -> str:
+    """A name with `*` for the numbers of layers and experts, for showing."""
+    name = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", name)
+    return re.sub(r"(\.experts\.linear_fc[12]\.[a-z]+)\d+$", r"\1*", name)
+
+
 def local_norms(names: Iterable[str], arguments: Mapping[str, Any]) -> bool:
     """Whether modules are Megatron's own ("local") layers, whose norms get other names in sharded keys."""
     if arguments.get("multi_latent_attention"):
@@ -128,8 +134,8 @@ class Stacking:
     stacked: bool
     local_norms: bool
 
-    def sharded(self, name: str) -> ShardedName:
-        """The sharded key of a module's parameter. Raises `OptionError`."""
+    def sharded(self, name: str, first_layer: int = 0, first_expert: int = 0) -> ShardedName:
+        """The sharded key of a module's parameter, whose numbers count from the first ones. Raises `OptionError`."""
         layer = layer_of(name)
         if layer is None:
             if "experts." in name:
@@ -137,7 +143,7 @@ class Stacking:
             return ShardedName(name, (), ())
         if layer.before != "decoder.layers." or layer.number is None:
             raise _unknown(name, "layers other than those of a decoder (`decoder.layers.N`)")
-        number, rest = layer.number, layer.rest
+        number, rest = first_layer + layer.number, layer.rest
         if _SEVERAL.search(rest):
             raise _unknown(name, "layers of Mamba and of linear attention")
         for local, fused in _LOCAL_NORMS if self.local_norms else ():
@@ -146,7 +152,7 @@ class Stacking:
         index, counts = ((number,), (self.layers,)) if self.stacked else ((), ())
         expert = expert_of(rest)
         if expert is not None and expert.number is not None:
-            index, counts = (*index, expert.number), (*counts, self.experts)
+            index, counts = (*index, first_expert + expert.number), (*counts, self.experts)
             rest = f"{expert.before}.experts.{expert.rest}"
         elif is_expert_key(f".{rest}"):
             raise _unknown(
@@ -382,5 +388,21 @@ def _cut(size: int, parts: int, count: int, padded: int | None) -> list[tuple[in
         count = 1
         if size % parts:
             return [(0, size)]
-    step = size // (parts * count)
-    return [(n * step, step) for n in range(parts * count)]
+    slices = [there for rank in range(count) for _, there in shard_slices((size,), 0, parts, count, rank)]
+    return sorted((part.offsets[0], part.sizes[0]) for part in slices)
+
+
+def shard_slices(shape: Sequence[int], axis: int | None, parts: int, count: int, rank: int) -> list[tuple[Box, Box]]:
+    """Slices of one rank's shard, each with the slice of the tensor that it is: `axis` (None: all) in equal `parts`,
+    each of them divided among `count` ranks.
+    """
+    if axis is None:
+        everything = Box((0,) * len(shape), tuple(shape))
+        return [(everything, everything)]
+    step = shape[axis] // (parts * count)
+    found = []
+    for part in range(parts):
+        sizes, own, there = list(shape), [0] * len(shape), [0] * len(shape)
+        sizes[axis], own[axis], there[axis] = step, part * step, (part * count + rank) * step
+        found.append((Box(tuple(own), tuple(sizes)), Box(tuple(there), tuple(sizes))))
+    return found

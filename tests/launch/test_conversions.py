@@ -1,6 +1,6 @@
 """Conversions and Megatron-LM's own `pretrain_gpt.py`: what it trains goes out, and comes in to be trained.
 
-To Hugging Face and back; from Megatron-FSDP, with the optimizer.
+To Hugging Face and back; from files of `--ckpt-format torch` and into them; from Megatron-FSDP, with the optimizer.
 Launches resume from what was converted with losses that are equal to the last bit.
 """
 
@@ -109,6 +109,44 @@ def test_a_launch_keeps_models_alone_and_exports_them(launches: Path, tmp_path: 
 
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_DISTRIBUTED = "--use-distributed-optimizer"
+_EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none"]
+_EXPERTS += ["--expert-model-parallel-size", "2", "--disable-bias-linear"]
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "arguments"),
+    [
+        (2, 1, 1, ["--swiglu", "--bf16", _DISTRIBUTED, "--untie-embeddings-and-output-weights"]),
+        (1, 2, 1, []),
+        (1, 1, 2, [*_EXPERTS, "--bf16", _DISTRIBUTED]),
+    ],
+    ids=["tp2-distributed", "pp2-float32", "ep2-distributed"],
+)
+def test_what_was_imported_is_the_model_that_stock_saves(
+    tp: int, pp: int, ep: int, arguments: list[str], launches: Path
+) -> None:
+    place = launches / f"legacy-{tp}-{pp}-{ep}-{len(arguments)}"
+    arguments = [*arguments, _TP, str(tp), _PP, str(pp)]
+    old = [*arguments, "--ckpt-format", "torch"]
+    launch("stock", 2, [*old, "--save", str(place / "saved"), "--save-interval", "3"], place / "run")
+    checkpoint = place / "converted" / "iter_0000003"
+    (left_out,) = import_checkpoint(place / "saved" / "iter_0000003", checkpoint, kind="megatron-legacy").left_out
+    assert "the optimizer's state" in left_out
+
+    (place / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    converting = ["--load", str(place / "saved"), "--no-load-optim", "--no-save-optim"]
+    converting += ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(place / "again")]
+    launch("stock", 2, [*old, "--override-opt_param-scheduler", *converting], place / "convert")
+    (made,) = (place / "again").rglob("iter_0000003")
+    difference = diff_checkpoints(checkpoint, made)
+    assert len(difference.tensors) > 10
+    assert all(tensor.same for tensor in difference.tensors)
+    assert all(key.startswith("rng_state/") for key in difference.only_in_b)
+    assert not difference.only_in_a
+    resumed = [*arguments, "--load", str(place / "converted"), "--no-load-optim", "--no-load-rng"]
+    losses = [launch(side, 2, resumed, place / f"on-{side}").losses for side in ("stock", "ours")]
+    assert losses[0] == losses[1]
 
 
 _ARGUMENTS = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --attention-dropout 0 --hidden-dropout 0"
