@@ -410,23 +410,20 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
     payloads = _of_one_dtype(payloads, tensors.values(), options.dtype)
     for state, keys in optimizer.states.items():
         tensors |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
-    arguments = {
-        **arguments,
+    arguments |= {
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": options.vocabulary_multiple,
         "transformer_impl": options.transformer_impl,
         **layout.arguments,
     }
     launched, more, notes = launch_state(optimizer, Training(), arguments, options.global_batch_size)
-
-    def common(dtypes: set[str]) -> bytes:
-        return encode_state({"args": _stored_arguments(arguments, directory, dtypes, options, more), **launched})
-
     return import_conversion(
         payloads,
         options,
         layout,
-        common,
+        lambda dtypes: encode_state(
+            {"args": _stored_arguments(arguments, directory, dtypes, options, more), **launched}
+        ),
         ConversionReport(
             format=opened.kind,
             family=family.name,
