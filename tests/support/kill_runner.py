@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.core import dist_checkpointing
@@ -17,12 +16,12 @@ OPTIONS = SaveOptions(thread_count=2)
 
 
 def save(seed: int, directory: Path, way: str) -> None:
-    """In line, or asynchronously by the persistent writer or by a forked one."""
+    """In line, or asynchronously by the persistent writer."""
     directory.mkdir(exist_ok=True)
     if way == "in_line":
         dist_checkpointing.save(sharded_state_dict(seed), str(directory), TorchDistSaveStrategy(options=OPTIONS))
     else:
-        _save_asynchronously(seed, directory, replace(OPTIONS, writer=way))  # type: ignore[arg-type]
+        _save_asynchronously(seed, directory, OPTIONS)
 
 
 class CallbacksRanError(AssertionError):
