@@ -40,7 +40,7 @@ from mcore_ckpt.directory.publish import Target, check_files, discard, give_back
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.image.layout import PlannedFile, WrittenFile, check_results, metadata_of
+from mcore_ckpt.image.layout import PlannedFile, WriteBucket, WrittenFile, check_results, metadata_of
 from mcore_ckpt.save.jobs import Job, JobResult, timed_result
 from mcore_ckpt.save.planner import (
     RankState,
@@ -102,18 +102,7 @@ def begin_save(
         objects = list(state.objects.values())
         buckets = prepare_write_data(plan.layout, objects, state.tensors, state.described.pointers, plan.save_id)
         save.files, save.objects = [bucket.file for bucket in buckets], plan.layout.object_entries(buckets)
-        # During the writing `.metadata` is put together, on the coordinator, unless that was done for this plan before.
-        unencoded = None if plan.planned is None or plan.planned.encoder is not None else plan.planned.plan
-        if request.is_async:
-            take_charge = partial(setattr, save, "job")  # the writing is stopped if the save is aborted
-            with collector_paused():
-                save.job = start_writing(
-                    directory.storage, buckets, request.options, save.what, unencoded, started=take_charge
-                )
-        else:
-            write = partial(write_in_process, directory.storage, buckets, request.options)
-            written = Outcome.of(partial(timed_result, write, unencoded))
-            save.job = Job(save.what, None if written.error else written.value(), written.error)
+        save.job = _write(save, directory.storage, buckets, request)
         if compare != "off":
             sums = partial(replica_sums, sharded_state_dict, plan.save_id, sample=compare == "sample")
             save.replicas = Outcome.of(sums)
@@ -127,6 +116,20 @@ def begin_save(
     except BaseException:
         save.abort()
         raise
+
+
+def _write(save: SaveTransaction, storage: Storage, buckets: Sequence[WriteBucket], request: SaveRequest) -> Job:
+    """Write this rank's files; of an asynchronous save, take the snapshot and have them written."""
+    planned = save.plan.planned
+    # During the writing `.metadata` is put together, on the coordinator, unless that was done for this plan before.
+    unencoded = None if planned is None or planned.encoder is not None else planned.plan
+    if request.is_async:
+        take_charge = partial(setattr, save, "job")  # the writing is stopped if the save is aborted
+        with collector_paused():
+            return start_writing(storage, buckets, request.options, save.what, unencoded, started=take_charge)
+    write = partial(write_in_process, storage, buckets, request.options)
+    written = Outcome.of(partial(timed_result, write, unencoded))
+    return Job(save.what, None if written.error else written.value(), written.error)
 
 
 def _collect(
