@@ -1,6 +1,6 @@
 """What a user says: options of a save and of a load, sizes, and paths; the only place that reads the environment.
 
-Each field of the options can be set for a job by `MCORE_CKPT_<FIELD>` (upper case), such as `MCORE_CKPT_KEEP_LAST=3`; a
+Each field of the options can be set for a job by `MCORE_CKPT_<FIELD>` (upper case), such as `MCORE_CKPT_WRITER=fork`; a
 number of bytes also as `512M` or `5GiB`. An explicit argument wins over the environment.
 
 Checkpoints may be in a file system or in an object store, so their paths go through `checkpoint_path`. Paths of files
@@ -246,6 +246,9 @@ class SaveOptions(_FromEnvironment):
         on_existing: what to do when the directory already holds a checkpoint: `"replace"` it (safely: the old one stays
             whole until the new one is published) or raise `CheckpointExistsError` (`"error"`), for jobs
             that never save to one directory twice.
+        writer: which process writes an async save: `"persistent"`, one long-lived process that maps the staging
+            buffers, or `"fork"`, one forked child for each save; into an object store by the former. A synchronous save
+            is written by the trainer itself. Fork where no second Python may be started next to the trainer.
         thread_count: files each rank writes, at most (Megatron's and DCP's name for it). Lower it where a file system
             counts files, raise it where it serves several files faster than one.
         staging_budget_bytes: memory that the staging buffer of this rank may take; None: a quarter of the host's free
@@ -281,6 +284,7 @@ class SaveOptions(_FromEnvironment):
     """
 
     on_existing: Literal["replace", "error"] = "replace"
+    writer: Literal["persistent", "fork"] = "persistent"
     thread_count: int = 2
     staging_budget_bytes: int | None = None
     when_busy: Literal["wait", "skip"] = "wait"

@@ -164,7 +164,7 @@ class AsyncCallsQueue:
         """Make an empty queue; no process is started.
 
         Args:
-            persistent: accepted for Megatron's sake. The writer process that writes saves is persistent always.
+            persistent: accepted for Megatron's sake. Saves are written by whichever writer their options name.
             cpu_shm_mode: accepted since newer training code passes it; staging buffers are in shared memory always.
             options: `on_failure` matters here, for requests that do not bring their own.
         """

@@ -1,7 +1,7 @@
 """Functions that run in a child forked for them (`fork_call`).
 
 A forked child runs what a writer of bytes cannot: functions of others (Megatron's own formats, local checkpoints,
-logits).
+logits). It also writes files out of the staging buffer (`writer="fork"`), where no second interpreter may be started.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing import connection as mp_connection
+from multiprocessing import process as mp_process
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
@@ -25,9 +26,16 @@ from mcore_ckpt.core.process import (
     exit_text,
     exit_with_parent,
     leave_signals_to_parent,
+    lower_priority,
     signals_held_back,
 )
-from mcore_ckpt.save.jobs import REAP_DEADLINE_S, ChildJob, SupervisedChild
+from mcore_ckpt.save.jobs import (
+    REAP_DEADLINE_S,
+    TRAINING_FIRST_NICE,
+    ChildJob,
+    StatusPage,
+    SupervisedChild,
+)
 
 _logger = logger_of(__name__)
 
@@ -42,35 +50,53 @@ _ONLY_JOB: Final = 1
 
 
 def fork_call(
-    fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, what: str
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    what: str,
+    expendable: bool = False,
+    deadline_s: float | None = None,
+    on_submit: Callable[[ChildJob], None] | None = None,
 ) -> ChildJob:
-    """Fork, and return when the child has begun; `fn` runs on the memory as it is now. It must not use
-    torch.distributed, CUDA or threads started before.
+    """Fork, and return when the child has begun; `fn` runs on the memory as it is now. `on_submit` gets the job before
+    that, for a caller that is interrupted. An expendable child ends with this process, and gives way to training; it
+    must not use torch.distributed, CUDA or threads started before.
     """
-    return _ForkedChild.start(what, (fn, args, kwargs or {})).submit(what)
+    child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None)
+    return child.submit(what, deadline_s, on_submit)
 
 
 class _ForkedChild(SupervisedChild):
     """The child of one call; the call has ended when the child has."""
 
-    def __init__(self, process: BaseProcess, connection: mp_connection.Connection[Any, Any], result_fd: int) -> None:
-        super().__init__(process, "process {pid}")
+    def __init__(
+        self,
+        process: BaseProcess,
+        connection: mp_connection.Connection[Any, Any],
+        result_fd: int,
+        status: StatusPage | None,
+    ) -> None:
+        super().__init__(process, "process {pid}", status)
         self._connection = connection
         self._result_fd = result_fd
         self._returned = False
         self._outcome: Any = None
 
     @classmethod
-    def start(cls, what: str, call: tuple[Any, ...]) -> _ForkedChild:
+    def start(cls, what: str, call: tuple[Any, ...], expendable: bool, with_status: bool) -> _ForkedChild:
         # What the function returns comes through memory: a child must be able to end though its result is not read.
         result_fd = os.memfd_create("mcore_ckpt_result", os.MFD_CLOEXEC)
+        status = StatusPage() if with_status else None
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(os.close, result_fd)
+            if status is not None:
+                on_failure.callback(status.close)
             for deadline_s in _START_DEADLINES_S:
                 connection, theirs = multiprocessing.Pipe()
                 process = multiprocessing.get_context("fork").Process(
                     target=_run_forked,
-                    args=(os.getpid(), theirs, result_fd, *call),
+                    args=(os.getpid(), expendable, theirs, result_fd, status, *call),
                     name=what,
                 )
                 with contextlib.ExitStack() as on_giving_up:
@@ -78,8 +104,10 @@ class _ForkedChild(SupervisedChild):
                     on_giving_up.callback(_kill, process)
                     with theirs, signals_held_back():
                         _fork(process, what)
+                    if expendable:  # at the exit multiprocessing would ask it to end, which it ignores, and wait for it
+                        mp_process._children.discard(process)  # type: ignore[attr-defined]  # noqa: SLF001
                     if _is_there(connection, deadline_s):
-                        child = cls(process, connection, result_fd)
+                        child = cls(process, connection, result_fd, status)
                         on_giving_up.pop_all()
                         on_failure.pop_all()
                         return child
@@ -92,11 +120,17 @@ class _ForkedChild(SupervisedChild):
                 )
             raise SaveError(f"{what}: {len(_START_DEADLINES_S)} processes were forked, and none has started")
 
-    def submit(self, what: str) -> ChildJob:
+    def submit(self, what: str, deadline_s: float | None, on_submit: Callable[[ChildJob], None] | None) -> ChildJob:
         """Let the child begin. A child that has ended already has a job that says how."""
-        job = self._jobs[_ONLY_JOB] = ChildJob(self, what, _ONLY_JOB)
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(_GO)
+        job = self._jobs[_ONLY_JOB] = ChildJob(self, what, _ONLY_JOB, deadline_s)
+        try:
+            if on_submit is not None:
+                on_submit(job)
+            with contextlib.suppress(OSError):
+                self._connection.send_bytes(_GO)
+        except BaseException:
+            job.abort()
+            raise
         return job
 
     def _receive(self) -> bool:
@@ -160,10 +194,21 @@ def _is_there(connection: mp_connection.Connection[Any, Any], deadline_s: float)
     return True
 
 
+_status: StatusPage | None = None
+
+
+def report_progress() -> None:
+    """A sign of life from the child of a call; elsewhere it does nothing."""
+    if _status is not None:
+        _status.progress()
+
+
 def _run_forked(
     parent_pid: int,
+    expendable: bool,
     connection: mp_connection.Connection[Any, Any],
     result_fd: int,
+    status: StatusPage | None,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -180,6 +225,10 @@ def _run_forked(
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the threads that OpenMP believes to have are not here, and it would wait for them
+    if expendable:
+        lower_priority(TRAINING_FIRST_NICE)
+    global _status  # this process has one call
+    _status = status
     try:
         message = pickle.dumps(fn(*args, **kwargs))
     except BaseException as error:  # noqa: BLE001  (the trainer is told of any error)

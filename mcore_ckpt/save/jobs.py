@@ -1,6 +1,6 @@
 """Jobs: a `WriterJob` is all that a rank writes in one save, as plain data; a `Job` is work in progress.
 
-The writer process gets a `WriterJob` in a message. No torch, no numpy.
+The writer process gets a `WriterJob` in a message, a forked child has it from its fork. No torch, no numpy.
 
 **Child processes** work on jobs; here is how the process that has started them sees them (`SupervisedChild`). Each kind
 says only how its process is started, and how jobs and news travel:

@@ -36,7 +36,7 @@ from mcore_ckpt.core.options import SaveOptions, ranks_of_this_host
 from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.image.layout import Fill, GlobalPlan, PlannedFile, Window, WriteBucket, WrittenFile
 from mcore_ckpt.image.writer import write_files
-from mcore_ckpt.save.jobs import ChildJob, Job, WriterJob, timed_result
+from mcore_ckpt.save.jobs import ChildJob, Job, JobResult, WriterJob, run_job, timed_result
 from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.state.shards import pointer_of
 from mcore_ckpt.storage import direct_io
@@ -160,6 +160,15 @@ class StagingBuffer:
         self.contents = None
         self.is_touched = False
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[int]:
+        """A descriptor that a process forked meanwhile can map the memory by: it has none of the trainer's own."""
+        fd = os.dup(self.fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         """Give everything back."""
         self._unmap()
@@ -252,7 +261,8 @@ def warm_up_buffer(nbytes: int, options: SaveOptions) -> None:
     budget_bytes = _budget_bytes(options)
     with free_buffer(budget_bytes) as buffer:
         buffer.reserve(min(nbytes, budget_bytes))
-        shared_writer().warm_up(buffer_fd=buffer.fd)
+        if options.writer == "persistent":
+            shared_writer().warm_up(buffer_fd=buffer.fd)
 
 
 # The side stream of each device, for the saves of this process.
@@ -534,6 +544,8 @@ def start_writing(
     """Take the snapshot and start the writing; when this returns, the trainer may change its state. An error waits for
     `Job.result`, where all ranks are notified of it. `started` gets the job as soon as there is one.
     """
+    if not storage.serves_forks:
+        options = replace(options, writer="persistent")
     try:
         return _copy_and_dispatch(storage, buckets, options, what, plan, started)
     except SaveError as error:  # the other ranks are on their way to the commit, where they are notified of it
@@ -559,11 +571,6 @@ def _copy_and_dispatch(
         total_bytes += align_up(bucket.file.image.size_bytes)
     budget_bytes = _budget_bytes(options)
     writer_job = WriterJob(storage, tuple(files), deadline_s=options.write_deadline_s, plan=plan)
-
-    def read_by(job: ChildJob) -> None:  # before the dispatch, which may be interrupted when it has reached the writer
-        buffer.reader = job
-        started(job)
-
     with free_buffer(budget_bytes) as buffer:
         if total_bytes > budget_bytes:
             result = timed_result(partial(write_in_process, storage, buckets, options), plan)
@@ -578,7 +585,7 @@ def _copy_and_dispatch(
             return Job(what, result)
         try:
             preload_tensors(files, buckets, buffer, total_bytes)
-            job = shared_writer().submit(writer_job, buffer.fd, read_by)
+            job = _dispatch(writer_job, buffer, options, what, started)
             buffer.touch_meanwhile(buffer.capacity_bytes)  # while the writer is busy with the device
             return job
         except BaseException:
@@ -603,3 +610,24 @@ def preload_tensors(
         part = view[file.buffer_offset : file.buffer_offset + align_up(file.image.size_bytes)]
         source.fill_buffer(part, laid_out, None if buffer.is_touched else buffer.write)
     buffer.contents = layouts
+
+
+def _dispatch(
+    writer_job: WriterJob, buffer: StagingBuffer, options: SaveOptions, what: str, started: Callable[[Job], None]
+) -> ChildJob:
+    def read_by(job: ChildJob) -> None:  # before the dispatch, which may be interrupted when it has reached the writer
+        buffer.reader = job
+        started(job)
+
+    if options.writer == "persistent":
+        return shared_writer().submit(writer_job, buffer.fd, read_by)
+    from mcore_ckpt.save.forked_child import fork_call, report_progress  # (few jobs need it)
+
+    with buffer.lent() as fd:
+        write = partial(_run_in_child, writer_job, fd, buffer.capacity_bytes, report_progress)
+        return fork_call(write, what=what, expendable=True, deadline_s=options.write_deadline_s, on_submit=read_by)
+
+
+def _run_in_child(job: WriterJob, fd: int, nbytes: int, on_written: Callable[[], None]) -> JobResult:
+    # Mapped again: pages that are pinned for a device are not inherited by a forked child.
+    return run_job(job, memoryview(mmap.mmap(fd, nbytes)), on_written)

@@ -171,7 +171,7 @@ class PersistentWriter:
                     self._child = _WriterChild(self.cpu_priority, self.io_priority)
                 except OSError as error:
                     raise SaveError(
-                        f"cannot start the writer process: {error}; a synchronous save needs none"
+                        f'cannot start the writer process: {error}; SaveOptions(writer="fork") needs none'
                     ) from error
             return self._child
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.quick
 # One text for each field that can be set from the environment, and what it means.
 SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_existing": ("error", "error"),
+    "writer": ("fork", "fork"),
     "thread_count": ("7", 7),
     "staging_budget_bytes": ("2097152", 2097152),
     "when_busy": ("skip", "skip"),
@@ -73,7 +74,7 @@ def test_an_argument_wins_over_the_environment() -> None:
     ("variable", "text", "message"),
     [
         ("THREAD_COUNT", "many", "MCORE_CKPT_THREAD_COUNT='many': expected a number"),
-        ("WHEN_BUSY", "threads", "^MCORE_CKPT_WHEN_BUSY='threads': expected one of 'wait', 'skip'"),
+        ("WRITER", "threads", "^MCORE_CKPT_WRITER='threads': expected one of 'persistent', 'fork'"),
         ("KEEP_LAST", "0", "^MCORE_CKPT_KEEP_LAST=0: expected at least 1$"),
         ("STAGING_BUDGET_BYTES", "1M", r"^MCORE_CKPT_STAGING_BUDGET_BYTES=1000000: .* at least 1048576$"),
     ],
@@ -109,9 +110,9 @@ def test_what_cannot_work_is_refused(options: Any, values: dict[str, Any], messa
 
 
 def test_a_misspelled_variable_is_found() -> None:
-    environment = {"MCORE_CKPT_KEEP_LST": "3", "MCORE_CKPT_KEEP_LAST": "3", "MCORE_CKPT_TEST_X": "1", "PATH": "/"}
+    environment = {"MCORE_CKPT_WRITTER": "fork", "MCORE_CKPT_WRITER": "fork", "MCORE_CKPT_TEST_X": "1", "PATH": "/"}
     assert unknown_variables({**environment, "MCORE_CKPT_XYZZY": ""}) == {
-        "MCORE_CKPT_KEEP_LST": "MCORE_CKPT_KEEP_LAST",
+        "MCORE_CKPT_WRITTER": "MCORE_CKPT_WRITER",
         "MCORE_CKPT_XYZZY": "",
     }
 
@@ -125,10 +126,10 @@ def test_whatever_reads_options_tells_of_a_misspelled_variable_once(
     use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`install()` and DCP's writer and reader take their options so; a command may take none."""
-    monkeypatch.setenv("MCORE_CKPT_KEEP_LST", "3")
+    monkeypatch.setenv("MCORE_CKPT_WRITTER", "fork")
     tell_unknown_variables.cache_clear()
     with kept_log() as said:
         for _ in range(2):
             use()
     tell_unknown_variables.cache_clear()
-    assert said == ["MCORE_CKPT_KEEP_LST sets no option of mcore_ckpt; MCORE_CKPT_KEEP_LAST would"]
+    assert said == ["MCORE_CKPT_WRITTER sets no option of mcore_ckpt; MCORE_CKPT_WRITER would"]

@@ -158,13 +158,13 @@ ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
 ERRORS_OF_SAVES = [
     pytest.param(2, "persistent", errno.EIO, True, 17),
     pytest.param(2, "in_line", errno.ENOSPC, True, 2, marks=pytest.mark.long),
-    pytest.param(2, "persistent", errno.ESTALE, False, 3, marks=pytest.mark.long),
+    pytest.param(2, "fork", errno.ESTALE, False, 3, marks=pytest.mark.long),
     pytest.param(4, "persistent", errno.EIO, True, 3, marks=pytest.mark.long),
     pytest.param(4, "in_line", errno.EDQUOT, False, 4, marks=pytest.mark.long),
     pytest.param(4, "DCP", errno.EIO, True, 4, marks=pytest.mark.long),
     *(
         pytest.param(*case, 1, marks=pytest.mark.slow)
-        for case in itertools.product((1, 2, 4), ("in_line", "persistent", "DCP"), ERRORS, (True, False))
+        for case in itertools.product((1, 2, 4), ("in_line", "persistent", "fork", "DCP"), ERRORS, (True, False))
     ),
 ]
 
@@ -296,7 +296,7 @@ MOMENTS_OF_SAVES = [
     ),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in itertools.product((1, 2, 4), ("in_line", "persistent", "DCP"), (True, False))
+        for case in itertools.product((1, 2, 4), ("in_line", "persistent", "fork", "DCP"), (True, False))
     ),
 ]
 

@@ -18,7 +18,7 @@ from tests.support.loop_device import KINDS, LoopDevice, NoLoopDeviceError, loop
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(900)]
 
-WAYS = ("in_line", "persistent")
+WAYS = ("in_line", "persistent", "fork")
 # What a save here takes is about 300 KB: with less than that it fails, sooner or later.
 _LEFT_BYTES = range(0, 640 * 1024, 80 * 1024)
 

@@ -30,7 +30,7 @@ VARIANTS = [
         "pipeline-async-bf16",
         (*ASYNC, _DISTRIBUTED, "--pipeline-model-parallel-size", "2", "--bf16"),
         interval=1,
-        options={"MCORE_CKPT_THREAD_COUNT": "1"},
+        options={"MCORE_CKPT_WRITER": "fork", "MCORE_CKPT_THREAD_COUNT": "1"},
         exchanged=False,
     ),
 ]

@@ -217,9 +217,9 @@ def test_doctor_says_what_install_finds_here(tmp_path: Path, capsys: pytest.Capt
     found = {one["what"]: one["state"] for one in json.loads(capsys.readouterr().out)["findings"]}
     assert found["serialization.save"] == "replaced by mcore_ckpt"
     assert found[f"direct I/O in {tmp_path}"] in ("works", "refused")
-    os.environ["MCORE_CKPT_WHEN_BUSY"] = "pigeon"
+    os.environ["MCORE_CKPT_WRITER"] = "pigeon"
     assert main(["doctor", str(tmp_path)]) == 1
-    assert "MCORE_CKPT_WHEN_BUSY='pigeon'" in capsys.readouterr().out
+    assert "MCORE_CKPT_WRITER='pigeon'" in capsys.readouterr().out
     assert main(["doctor", str(tmp_path / "absent")]) == 2
     assert not list(tmp_path.iterdir())
 

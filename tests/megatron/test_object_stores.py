@@ -8,7 +8,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.msc_utils import MultiStorageClientFeature
 
 import mcore_ckpt
-from mcore_ckpt import verify_checkpoint
+from mcore_ckpt import SaveOptions, verify_checkpoint
 from tests.megatron.test_strategy import load_on_rank, save_on_rank
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.object_server import S3Directory
@@ -34,7 +34,8 @@ def test_what_one_writes_the_other_reads_through_the_client(msc_profile: str, sa
 
 def save_async(rank: int, run: str, world: int) -> None:
     mcore_ckpt.install()
-    strategy = mcore_ckpt.TorchDistSaveStrategy()
+    # (a forked child cannot reach a store)
+    strategy = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions(writer="fork"))
     queue = mcore_ckpt.AsyncCallsQueue()
     for step in (1, 2, 2):  # the last replaces
         sharded = sharded_state(rank, world, seed=step)

@@ -248,8 +248,8 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     assert "mcore_ckpt" not in type(queue).schedule_async_request.__module__, "it is not Megatron's own"
     log: dict[str, list[Any]] = {"finalized": [], "refused": []}
     try:
-        for step in range(2):
-            strategy = TorchDistSaveStrategy(options=SaveOptions())
+        for step, writer in enumerate(("persistent", "fork")):
+            strategy = TorchDistSaveStrategy(options=SaveOptions(writer=writer))  # type: ignore[arg-type]
             saved = state(step)
             path = made(base / str(step))
             request = dist_checkpointing.save(saved, path, strategy, async_sharded_save=True)

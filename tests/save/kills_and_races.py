@@ -48,7 +48,9 @@ from tests.support.processes import children, is_running, until
 # Who is killed, how the save is written, and by how many ranks.
 _GROUPS: Final = (
     ("trainer", "persistent", 2),
+    ("trainer", "fork", 2),
     ("writer", "persistent", 2),
+    ("writer", "fork", 2),
     ("trainer", "in_line", 1),
     ("trainer", "persistent", 1),
     ("writer", "persistent", 1),
@@ -57,8 +59,8 @@ _WITHIN_S: Final = 120.0
 _KNOWS_WITHIN_S: Final = 20.0
 # One job starts up to so much later than the other: a save of a few hundred kilobytes takes about as long.
 _LATER_BY_S: Final = 0.15
-# The writer starts with the save, and must be given its time.
-_WRITING_SHARE: Final = 0.6
+# A forked writer exists only while it writes; the persistent one starts with the save, and must be given its time.
+_WRITING_SHARE: Final = {"persistent": 0.6, "fork": 0.1}
 # (a rank may lose contact to one that is killed after both have published the checkpoint)
 _SAVED, _REFUSED, _PUBLISHED, _BROKEN = 0, 3, 4, 101
 
@@ -157,7 +159,7 @@ def _strike(victim: str, job: Job, directory: Path, scratch: Path, after_s: floa
         if victim == "writer" and not writers:
             until_s = time.monotonic() + after_s
         elif victim == "writer" and appeared:
-            until_s = time.monotonic() + after_s * _WRITING_SHARE
+            until_s = time.monotonic() + after_s * _WRITING_SHARE[job.way]
         time.sleep(0.0005)
     writers |= children(trainer)
     others = writers.union(*map(children, trainers))
@@ -256,7 +258,7 @@ def race(count: int, seed: int, directory: Path, readers: list[CheckpointReader]
         jobs = [
             Job(
                 seed=2 + which,
-                way=generator.choice(("in_line", "persistent")),
+                way=generator.choice(("in_line", "persistent", "fork")),
                 ranks=generator.choice((1, 2)),
                 later_s=generator.random() * _LATER_BY_S if which == late else 0.0,
             )

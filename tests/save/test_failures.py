@@ -1,8 +1,11 @@
 """What goes wrong on one rank of a save is heard of on all, at once; the earlier checkpoint stays, the next works."""
 
+import contextlib
+import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,12 @@ from mcore_ckpt.core.errors import SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+from mcore_ckpt.save import forked_child
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.jobs import ChildJob
 from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import on_ranks, run_megatron_ranks
-from tests.support.processes import is_running
+from tests.support.processes import children, is_running
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
@@ -28,6 +32,9 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 _RAISED_WITHIN_S = 5.0
 _ELEMS = 300_000
+_PERSISTENT = SaveOptions()
+_FORKED = SaveOptions(writer="fork")
+_WAYS = (_PERSISTENT, _FORKED)
 
 
 def _state(rank: int, seed: int) -> dict[str, Any]:
@@ -88,17 +95,41 @@ def _expect(kind: type[Exception], queue: AsyncCallsQueue, blocking: bool) -> tu
 # --- a writer dies ----------------------------------------------------------------------------------------------------
 
 
-def _writer_dies(rank: int, directory: str, blocking: bool) -> tuple[str, float]:
-    queue, strategy = AsyncCallsQueue(), TorchDistSaveStrategy()
+@contextlib.contextmanager
+def _children_that_stop() -> Iterator[None]:
+    """Forked writers that have begun stop themselves before they write: on a busy machine one is done before it can be
+    stopped.
+    """
+    lower = forked_child.lower_priority
+
+    def stop(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        lower(*args)
+
+    forked_child.lower_priority = stop
+    try:
+        yield
+    finally:
+        forked_child.lower_priority = lower
+
+
+def _writer_dies(rank: int, directory: str, options: SaveOptions, blocking: bool) -> tuple[str, float]:
+    queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
     _save_whole(rank, f"{directory}/1", 1, queue, strategy)
     _save_whole(rank, f"{directory}/2", 2, queue, strategy)
     before = _names(f"{directory}/2")
-    # Stopped first, so that it dies in the middle of the save however fast the disk is.
-    writer_pid = shared_writer().pid
-    assert writer_pid is not None
-    os.kill(writer_pid, signal.SIGSTOP)
-    dist.barrier()
-    logs = [_save(rank, f"{directory}/2", 3, queue, strategy)]
+    if options.writer == "persistent":
+        # Stopped first, so that it dies in the middle of the save however fast the disk is.
+        writer_pid = shared_writer().pid
+        assert writer_pid is not None
+        os.kill(writer_pid, signal.SIGSTOP)
+        dist.barrier()
+        logs = [_save(rank, f"{directory}/2", 3, queue, strategy)]
+    else:
+        others = children()
+        with _children_that_stop():
+            logs = [_save(rank, f"{directory}/2", 3, queue, strategy)]
+        (writer_pid,) = children() - others
     dist.barrier()
     if rank == 1:
         os.kill(writer_pid, signal.SIGKILL)
@@ -121,7 +152,10 @@ def _writer_dies(rank: int, directory: str, blocking: bool) -> tuple[str, float]
 
 def _writers_die(rank: int, directory: str) -> list[tuple[str, float]]:
     # One world for all: most of a test's time is the start of its ranks.
-    return [_writer_dies(rank, f"{directory}/{number}", blocking) for number, blocking in enumerate((True, False))]
+    return [
+        _writer_dies(rank, f"{directory}/{number}", options, blocking)
+        for number, (options, blocking) in enumerate(itertools.product(_WAYS, (True, False)))
+    ]
 
 
 def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def crcs(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     return {key: zlib.crc32(one.contiguous().reshape(-1).view(torch.uint8).numpy()) for key, one in tensors.items()}
 
 
-@pytest.mark.parametrize("options", [None, {}, {"staging_budget_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize("options", [None, {}, {"writer": "fork"}, {"staging_budget_bytes": 1 << 20}], ids=str)
 def test_a_save_stores_them(options: dict[str, Any] | None, tmp_path: Path) -> None:
     is_async = options is not None
     tensors = whole_tensors()

@@ -96,6 +96,7 @@ def _megatron_saves(rank: int, base: Path, saves: int, options: SaveOptions) -> 
 @on_ranks(2)
 def test_saves_of_megatrons_shards(rank: int, tmp_path: Path) -> None:
     _megatron_saves(rank, tmp_path / "persistent", 12, SaveOptions())
+    _megatron_saves(rank, tmp_path / "fork", 5, SaveOptions(writer="fork"))
     _megatron_saves(rank, tmp_path / "little memory", 5, SaveOptions(staging_budget_bytes=1 << 20))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.save.forked_child import fork_call
+from mcore_ckpt.save.forked_child import fork_call, report_progress
 from mcore_ckpt.save.writer_process import PersistentWriter
 from tests.support.processes import children, in_child, is_running, suspend, until
 from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
@@ -70,7 +70,7 @@ def test_a_signal_to_all_processes_ends_no_forked_writer(number: signal.Signals,
     before = signal.signal(number, lambda *_: heard.append(1))
     go = tmp_path / "go"
     try:
-        call = fork_call(_write_when_told, (go,), what="test")
+        call = fork_call(_write_when_told, (go,), what="test", deadline_s=60.0)
         (pid,) = [process.pid for process in multiprocessing.active_children() if process.name == "test"]
         assert pid is not None
         os.kill(pid, number)
@@ -127,7 +127,7 @@ def test_a_writer_that_cannot_start_says_why(
     with pytest.raises(WriterDiedError, match="exit code 1"):
         writer.warm_up()
     monkeypatch.setattr(sys, "executable", "")
-    with pytest.raises(SaveError, match="a synchronous save needs none"):
+    with pytest.raises(SaveError, match=r'writer="fork"'):
         writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd)
 
 
@@ -164,22 +164,33 @@ def test_a_stuck_write_passes_its_deadline(
     assert writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
 
 
-def _suspended(directory: Path) -> bool:
-    writer, buffer = PersistentWriter(), SmallBuffer(_MIB)
-    slow = MisbehavingStorage(str(directory), "slow", write_bytes=65536)
-    handle = writer.submit(job(directory, [image("a", _MIB - 64)], storage=slow, deadline_s=_DEADLINE_S), buffer.fd)
-    pid = writer.pid or 0
+def _suspended(kind: str, directory: Path) -> bool:
+    if kind == "fork":
+        handle = fork_call(_report_for, (2.0,), what="a call", deadline_s=_DEADLINE_S)
+        pid = handle.pid
+    else:
+        writer, buffer = PersistentWriter(), SmallBuffer(_MIB)
+        slow = MisbehavingStorage(str(directory), "slow", write_bytes=65536)
+        handle = writer.submit(job(directory, [image("a", _MIB - 64)], storage=slow, deadline_s=_DEADLINE_S), buffer.fd)
+        pid = writer.pid or 0
     assert not handle.wait(0.5)
     suspend(pid, for_s=2 * _DEADLINE_S)
     handle.result()
     return True
 
 
+def _report_for(seconds: float) -> None:
+    for _ in range(int(seconds / 0.1)):
+        time.sleep(0.1)
+        report_progress()
+
+
 _DEADLINE_S = 4.0  # a busy machine stalls for two seconds
 
 
-def test_a_job_that_was_suspended_as_a_whole_has_not_waited(tmp_path: Path) -> None:
-    assert in_child(_suspended, tmp_path) == "True"
+@pytest.mark.parametrize("kind", ["persistent", "fork"])
+def test_a_job_that_was_suspended_as_a_whole_has_not_waited(kind: str, tmp_path: Path) -> None:
+    assert in_child(_suspended, kind, tmp_path) == "True"
 
 
 def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
@@ -224,7 +235,7 @@ _TRAINER = """
                                    storage=MisbehavingStorage(directory, "hang")), buffer.fd)
         pid = writer.pid
     else:
-        handle = fork_call(lambda: time.sleep(600), what="a")
+        handle = fork_call(lambda: time.sleep(600), what="a", expendable=True)
         pid = handle.pid
     # A forked process that holds all it inherited, as a data loader's worker does.
     if os.fork() == 0:
@@ -254,11 +265,8 @@ def _trainer(directory: Path, kind: str, ending: str) -> Iterator[tuple[subproce
         yield trainer, int(trainer.stdout.readline())
 
 
-# (A trainer that ends by itself waits for functions of others.)
-@pytest.mark.parametrize(
-    ("kind", "ending"),
-    [*(("persistent", ending) for ending in ("SIGKILL", "SIGTERM", "SIGINT", "exit")), ("fork", "SIGKILL")],
-)
+@pytest.mark.parametrize("ending", ["SIGKILL", "SIGTERM", "SIGINT", "exit"])
+@pytest.mark.parametrize("kind", ["persistent", "fork"])
 def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) -> None:
     with _trainer(tmp_path, kind, ending) as (trainer, pid):
         try:
@@ -273,7 +281,7 @@ def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) 
                 os.killpg(trainer.pid, signal.SIGKILL)  # the process that stands for the data loader's
 
 
-# --- a forked child ------------------------------------------------------------------------------------------------
+# --- the forked writer ------------------------------------------------------------------------------------------------
 
 
 # Children of this process that hang before their first line, as with a lock that is never given back;
@@ -314,7 +322,7 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
         runs[0] += 1
         return "done"
 
-    handle = fork_call(work, what="writing a")
+    handle = fork_call(work, what="writing a", expendable=True)
     assert handle.result() == "done"
     assert runs[0] == 1, "a child that is given up must not have begun"
     assert [record.getMessage() for record in caplog.records if "did not start" in record.getMessage()][1:]
@@ -323,3 +331,17 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
     # Fewer, where what an earlier test has left is collected meanwhile.
     assert _descriptors() <= before[0]
     assert children() == before[1]
+
+
+def test_a_forked_child_without_progress_passes_its_deadline() -> None:
+    stuck = fork_call(lambda: time.sleep(600), what="writing a", deadline_s=0.5)
+    with pytest.raises(WriteTimeoutError, match=r"writing a: .*no progress"):
+        stuck.result()
+
+    def slow() -> str:
+        for _ in range(12):
+            time.sleep(0.2)
+            report_progress()
+        return "done"
+
+    assert fork_call(slow, what="writing b", deadline_s=2.0).result() == "done"

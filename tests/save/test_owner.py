@@ -94,7 +94,7 @@ def _interrupt_at(line: int, work: Callable[[], object]) -> bool:
         nonlocal lines
         if not frame.f_code.co_filename.endswith(("/save/transaction.py", "/save/transaction.py", "/save/staging.py")):
             return None
-        if event == "return" and frame.f_code.co_name == "preload_tensors":
+        if frame.f_code.co_name == "_dispatch":
             lines = max(lines, 0)  # next, it is handed over
         if event == "line" and lines >= 0:
             lines += 1
@@ -282,9 +282,11 @@ def _save_often(rank: int, directory: Path, saves: int, options: SaveOptions) ->
     queue.close()
 
 
-def test_dozens_of_saves_leave_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", ["persistent", "fork"])
+def test_dozens_of_saves_leave_nothing(writer: Any, tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    run_megatron_ranks(_save_often, 2, tmp_path, 36, SaveOptions(), deadline_s=300)
+    options = SaveOptions(writer=writer)
+    run_megatron_ranks(_save_often, 2, tmp_path, 36, options, deadline_s=300)
     left = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "mcore" in name]
     assert not [name for name in left if not name.startswith("mcore_ckpt-test-")], "(those are of other tests)"
 

@@ -60,9 +60,10 @@ def _held_bytes() -> int:
     return sum(taken.values())
 
 
+@pytest.mark.parametrize("writer", ["persistent", "fork"])
 @pytest.mark.parametrize("budget_mib", [1, 64])
-def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, tmp_path: Path) -> None:
-    options = SaveOptions(staging_budget_bytes=budget_mib * _MIB)
+def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, writer: Any, tmp_path: Path) -> None:
+    options = SaveOptions(staging_budget_bytes=budget_mib * _MIB, writer=writer)
     larger = LocalStorage(tmp_path / "larger")
     larger.ensure()
     start_writing(larger, [bucket_of(torch.ones(8 * _MIB))], SaveOptions(), "a larger one").result()

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.core import dist_checkpointing
@@ -16,12 +17,12 @@ OPTIONS = SaveOptions(thread_count=2)
 
 
 def save(seed: int, directory: Path, way: str) -> None:
-    """In line, or asynchronously by the persistent writer."""
+    """In line, or asynchronously by the persistent writer or by a forked one."""
     directory.mkdir(exist_ok=True)
     if way == "in_line":
         dist_checkpointing.save(sharded_state_dict(seed), str(directory), TorchDistSaveStrategy(options=OPTIONS))
     else:
-        _save_asynchronously(seed, directory, OPTIONS)
+        _save_asynchronously(seed, directory, replace(OPTIONS, writer=way))  # type: ignore[arg-type]
 
 
 class CallbacksRanError(AssertionError):
