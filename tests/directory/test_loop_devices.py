@@ -10,6 +10,7 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are th
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.models.conversions import export_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
+from mcore_ckpt.tools.runs import copy_checkpoint
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.directory.test_fault_sweeps import _prepare, damage, save, save_well
 from tests.support.checkpoint_reader import CheckpointReader, reader
@@ -74,12 +75,13 @@ def test_what_a_tool_has_returned_from_stays_when_the_power_goes(
     reshard_checkpoint(source, target, tp=2, pp=1)
     device.pull_the_plug()
     check(readers, target, 2, "reshard")
+    copy_checkpoint(target, device.path / "copy")
     damage(target)
     device.unmount()
     device.mount()
     damaged = verify_checkpoint(target)
     assert not damaged.whole
-    assert repair_checkpoint(damaged, source).whole
+    assert repair_checkpoint(damaged, device.path / "copy").whole
     device.pull_the_plug()
     assert verify_checkpoint(target).whole
     check(readers, target, 2, "repair")
