@@ -201,6 +201,7 @@ def _kill_in_group(
     _save_whole(Job(1, way, ranks), place, scratch)
     whole_s = time.monotonic() - began_s
     current, number, hits = 1, 0, 0
+    beside = 1  # the common state that stock reads: until a save has begun to write, one that was killed is not repaired
     tally: Counter[str] = Counter()
     # A fast machine may finish every save before the kill: then there are more rounds, with earlier moments.
     while hits < rounds:
@@ -219,10 +220,10 @@ def _kill_in_group(
         allowed = {"saved": {new}, "refused": {current}, "killed": {current, new}, "killed late": {new}}[outcome]
         assert found in allowed, f"{what}, and the directory holds {by_ours}, not {allowed}"
         assert by_stock.plain == found, f"{what}, the directory holds {found}, and DCP reads {by_stock.plain}"
-        between = by_stock.new_beside_old == (found, current) and any(place.glob("common.pt.*.pending"))
+        between = by_stock.new_beside_old == (found, beside) and any(place.glob("common.pt.*.pending"))
         assert between or by_stock.whole == found, f"{what}, the directory holds {found}, and stock reads {by_stock}"
         tally[f"{outcome}, {'new' if found == new else 'old'} checkpoint{', stock between the renames' * between}"] += 1
-        current = found or 0
+        current, beside = found or 0, beside if between else found or 0
     _save_whole(Job(current % 3 + 1, way, ranks), place, scratch)
     assert readers[0].look(place).whole == current % 3 + 1
     assert not (rest := _litter(place)), f"{sorted(rest)} is still there after a save"
