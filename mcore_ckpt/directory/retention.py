@@ -506,8 +506,12 @@ def _of_checkpoint(storage: Storage) -> list[str]:
     index = _index_of(storage)
     own = set() if index is None else set(_own_files(index))
     names = storage.list()
-    if index is not None and index.removed is not None:  # a removal of the optimizer that was killed has left them
-        own.update(name for name in index.removed.files if name in names and name.endswith(DATA_SUFFIX))
+    published = storage.version(METADATA_FILE)
+    if index is not None and index.removed is not None and published is not None:
+        # A removal of the optimizer that was killed has left them; newer ones are of a save that is at work.
+        before = [name for name in index.removed.files if name in names and name.endswith(DATA_SUFFIX)]
+        found = {name: storage.version(name) for name in before}
+        own.update(name for name, one in found.items() if one and one.modified_ns <= published.modified_ns)
     others = [name for name in names if name in _SIDECARS or is_pending(name) or is_drain_note(name) or is_note(name)]
     return [*sorted(own.union(filter(tells_save, names))), *others, METADATA_FILE]
 

@@ -23,9 +23,11 @@ is durable and compared. So what looks like a checkpoint is complete. A source w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import operator
+import os
 import resource
 import time
 from collections import Counter, deque
@@ -698,9 +700,18 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
 
 def _work_of(conversion: Conversion, options: ConversionOptions) -> str:
     """What has to be equal for a run to be resumed, as JSON, by names for the message."""
-    given = {flag_of(each): getattr(options, each.name) for each in fields(options) if each.name not in _OF_A_RUN}
+    given = {
+        flag_of(each): _said(getattr(options, each.name)) for each in fields(options) if each.name not in _OF_A_RUN
+    }
     form, plan = conversion.report.format, conversion.plan.fingerprint()
     return json.dumps({**conversion.source.described(), "format": form, **given, "plan": plan}, default=str)
+
+
+def _said(value: Any) -> Any:
+    """The value of an option; of a file, as a table of a family, what is in it, too: it may change between two runs."""
+    if isinstance(value, str | os.PathLike) and Path(value).is_file():
+        return f"{value} (sha256 {hashlib.sha256(Path(value).read_bytes()).hexdigest()[:16]})"
+    return value
 
 
 def arguments_of(common: Mapping[str, Any]) -> dict[str, Any]:

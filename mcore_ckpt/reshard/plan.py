@@ -324,7 +324,6 @@ def _index_of(
         mcore_data={keys[fqn]: data for fqn, data in source.mcore_data.items() if fqn in keys},
         storage_meta=source.storage_meta,
         version=source.version,
-        removed=source.removed and replace(source.removed, files=()),  # they are not of this directory
     ), order
 
 

@@ -119,7 +119,7 @@ def view_index(
         entries[key] = TensorEntry(key, dtype, view.shape, tuple(found))
     kept = {key: base.objects[key] for key in kept_objects}
     kept |= made_objects(objects)
-    return CheckpointIndex(base.path, entries, kept, blocks=base.blocks, removed=base.removed), slices
+    return CheckpointIndex(base.path, entries, kept, blocks=base.blocks), slices
 
 
 def _dtype_of(key: str, view: TensorView, base: CheckpointIndex) -> str:

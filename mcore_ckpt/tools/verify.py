@@ -529,10 +529,14 @@ def _take_index(
 
 def _is_same_save(index: CheckpointIndex, other: CheckpointIndex) -> bool:
     """Whether the copy is of the same save: by the ids of their manifests, which are in the files, too, else by
-    checksums. DCP's id may have come from this copy, by a repair that ended early, so it counts where no sums differ.
+    checksums. DCP's id may have come from this copy, by a repair that ended early, so that it is the same counts where
+    no sums differ; that it is another is proof.
     """
     if index.manifest is not None and other.manifest is not None:
         return index.manifest.save_id == other.manifest.save_id
+    own, copied = ((each.storage_meta or {}).get("save_id") for each in (index, other))
+    if None not in (own, copied) and own != copied:
+        return False
     # Large tensors are weights and moments: those of two iterations differ, and so do their checksums.
     copies = {(check.fqn, check.chunk[:2]): check.item for check in checks_of(other) if check.chunk is not None}
     equal = different = 0
@@ -546,7 +550,6 @@ def _is_same_save(index: CheckpointIndex, other: CheckpointIndex) -> bool:
             equal, different = equal + (here == there), different + (here != there)
         if equal + different == _COMPARED_ITEMS:
             break
-    own, copied = ((each.storage_meta or {}).get("save_id") for each in (index, other))
     return equal > different or (own is not None and own == copied and not different)
 
 

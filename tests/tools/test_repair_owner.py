@@ -42,6 +42,18 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint, tmp_path / "copy")
 
 
+def test_files_of_another_save_are_not_taken_though_most_tensors_are_frozen(tmp_path: Path) -> None:
+    frozen = {f"model.layer{layer}.weight": torch.arange(4096.0) for layer in range(20)}
+    for step in (1, 2):
+        adapter = {"adapter.weight": torch.full((64,), float(step))}
+        dcp.save({**frozen, **adapter}, storage_writer=dcp.FileSystemWriter(tmp_path / str(step)), no_dist=True)
+    item = read_index(tmp_path / "2").tensors["adapter.weight"].chunks[0].item
+    flip(tmp_path / "2" / item.file, item.offset + item.length // 2, 0xFF)
+    before = contents(tmp_path / "2")
+    assert not repair_checkpoint(verify_checkpoint(tmp_path / "2"), tmp_path / "1").whole
+    assert contents(tmp_path / "2") == before
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if not is_note(path.name)}
 
