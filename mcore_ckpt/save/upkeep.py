@@ -91,11 +91,8 @@ def run_loaded(directory: Path, options: SaveOptions, local_tier: str | None = N
 
 def second_tier(options: SaveOptions) -> Path | None:
     """The run's directory in the second tier; None if there is none."""
-    return (
-        None
-        if options.drain_to is None
-        else checkpoint_path(options.drain_to.rstrip("/") or options.drain_to).absolute()
-    )
+    given = options.drain_to
+    return None if given is None else checkpoint_path(given.rstrip("/") or given).absolute()
 
 
 def check_places(directory: Path, options: SaveOptions) -> None:

@@ -201,9 +201,7 @@ def _kill_in_group(
     _save_whole(Job(1, way, ranks), place, scratch)
     whole_s = time.monotonic() - began_s
     current, number, hits = 1, 0, 0
-    beside = (
-        1  # the common state that stock reads: until a save has begun to write, one that was killed is not repaired
-    )
+    beside = 1  # the common state that stock reads; what a kill leaves is repaired when the next save begins to write
     tally: Counter[str] = Counter()
     # A fast machine may finish every save before the kill: then there are more rounds, with earlier moments.
     while hits < rounds:
