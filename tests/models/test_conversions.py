@@ -17,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.small_run import write_llama
+from mcore_ckpt import models
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import (
     ChecksumError,
@@ -321,6 +323,19 @@ def test_what_an_interrupted_conversion_has_read_of_a_damaged_source_is_compared
         with pytest.raises(ChecksumError, match=r"output_layer\.weight"):
             convert(tmp_path / "s", tmp_path / "t", dtype="fp32")
         assert not (tmp_path / "t").exists()
+
+
+def test_an_import_does_not_go_on_with_a_table_that_was_changed(tmp_path: Path) -> None:
+    write_llama(tmp_path / "s")
+    own, table = tmp_path / "mine.toml", (Path(models.__file__).parent / "families" / "llama.toml").read_text()
+    own.write_text(table)
+    convert = partial(import_checkpoint, tmp_path / "s", tmp_path / "t", kind="hf", arch=str(own))
+    stopped = mock.patch.object(DerivedPayloads, "check_rest", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt):
+        convert()
+    own.write_text(f"{table}\n# corrected\n")
+    with pytest.raises(OptionError, match=r"another --arch.*--restart"):
+        convert()
 
 
 class TestChecksumsOfSafetensors:
