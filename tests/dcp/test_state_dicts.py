@@ -16,8 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.fsdp import fully_shard
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync
 from tests.support.gloo_ranks import run_ranks
@@ -53,6 +51,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
 
 
 def fsdp(model: torch.nn.Module) -> torch.nn.Module:
+    from torch.distributed.fsdp import fully_shard  # not in the oldest torch, nor is what a test below imports
+
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model[0], mesh=mesh)  # type: ignore[index]
     return fully_shard(model, mesh=mesh)
@@ -132,6 +132,8 @@ class Making(dict[str, Any]):
 def test_dcp_saves_asynchronously_in_a_thread_and_in_a_process(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
