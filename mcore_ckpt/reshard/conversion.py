@@ -709,8 +709,9 @@ def _work_of(conversion: Conversion, options: ConversionOptions) -> str:
 
 def _said(value: Any) -> Any:
     """The value of an option; of a file, as a table of a family, what is in it, too: it may change between two runs."""
-    if isinstance(value, str | os.PathLike) and Path(value).is_file():
-        return f"{value} (sha256 {hashlib.sha256(Path(value).read_bytes()).hexdigest()[:16]})"
+    with contextlib.suppress(OSError):  # a pattern may be too long for a name
+        if isinstance(value, str | os.PathLike) and Path(value).is_file():
+            return f"{value} (sha256 {hashlib.sha256(Path(value).read_bytes()).hexdigest()[:16]})"
     return value
 
 

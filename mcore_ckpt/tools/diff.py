@@ -407,12 +407,15 @@ def diff_checkpoints(
     if not (rtol >= 0 and atol >= 0 and workers >= 1):
         raise OptionError(f"rtol={rtol}, atol={atol}, workers={workers}: expected at least 0, 0 and 1")
     directories = checkpoint_directory(a), checkpoint_directory(b)
-    results, crcs, read_bytes = dict[str, Difference](), dict[str, tuple[int, int]](), 0
+    wanted = key_filter(only)
+    results: dict[str, Difference] = {}
+    read_bytes = 0
+    crcs: dict[str, tuple[int, int]] = {}
     with in_force(*directories):
         left, right = read_index(directories[0]), read_index(directories[1])
         for index in (left, right):
             check_apart(index)
-        in_a, in_b = (_kinds(index, key_filter(only)) for index in (left, right))
+        in_a, in_b = _kinds(left, wanted), _kinds(right, wanted)
         both = [key for key, is_tensor in in_a.items() if in_b.get(key) is is_tensor]
         pairs = {key: (left.tensors[key], right.tensors[key]) for key in both if in_a[key]}
         objects = [key for key in both if not in_a[key]]

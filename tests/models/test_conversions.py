@@ -325,6 +325,11 @@ def test_what_an_interrupted_conversion_has_read_of_a_damaged_source_is_compared
         assert not (tmp_path / "t").exists()
 
 
+def test_a_pattern_may_be_longer_than_the_name_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(checkpoint, tmp_path / "t", tp=1, only="*" * 300)
+    assert read_index(tmp_path / "t").tensors.keys() == read_index(checkpoint).tensors.keys()
+
+
 def test_an_import_does_not_go_on_with_a_table_that_was_changed(tmp_path: Path) -> None:
     write_llama(tmp_path / "s")
     own, table = tmp_path / "mine.toml", (Path(models.__file__).parent / "families" / "llama.toml").read_text()
