@@ -344,14 +344,13 @@ def _one_line(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-# Keys and arguments come from files that are not trusted: in a terminal, control characters of theirs would act.
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
 def _printable(text: str, stream: TextIO) -> str:
-    """`text` without control characters, and without what the stream's encoding does not have."""
+    """`text` with escapes for what the stream's encoding does not have, and for characters that are not shown: keys and
+    paths come from files that are not trusted, and such characters would act in a terminal.
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.translate(_CONTROL).encode(encoding, "backslashreplace").decode(encoding)
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _show(outcome: Outcome, *, as_json: bool) -> int:

@@ -245,7 +245,7 @@ class SaveOptions(_FromEnvironment):
     Attributes:
         on_existing: what to do when the directory already holds a checkpoint: `"replace"` it (safely: the old one stays
             whole until the new one is published) or raise `CheckpointExistsError` (`"error"`), for jobs
-            that never save to one directory twice.
+            that never save to one directory twice. With `"error"` nothing is replaced in the second tier, either.
         writer: which process writes an async save: `"persistent"`, one long-lived process that maps the staging
             buffers, or `"fork"`, one forked child for each save; into an object store by the former. A synchronous save
             is written by the trainer itself. Fork where no second Python may be started next to the trainer.

@@ -503,13 +503,13 @@ def _crc(reader: RangeReader, writer: RangeWriter | None = None) -> int:
 
 
 class SupersededError(SaveError):
-    """The second tier holds another checkpoint in that place than when the copy began."""
+    """The second tier holds another checkpoint in that place, which must stay."""
 
 
 def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Collection[str]], None]) -> Sent | None:
     """Copy what lies in a local directory to the second tier, and commit there if that is for this node to do; None if
     something has not come yet: then nothing is committed, and the same call resumes. Arguments and errors as of
-    `copy_and_commit`; also `SupersededError`: the second tier holds another checkpoint there than when the copy began.
+    `copy_and_commit`; also `SupersededError`: the second tier holds another checkpoint there, which must stay.
     """
     reads, writes = storage_at(directory), storage_at(note.to)
     if note.leads_back(reads):
@@ -535,8 +535,9 @@ def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Co
     def accepts(_: CheckpointFiles, held: bytes | None) -> None:
         if held is not None and identity_of(held) != note.replaces:
             raise SupersededError(
-                f"{note.to} holds another checkpoint than when this one was saved, which is not replaced. If this one "
-                "is to be there, remove that one (`mcore-ckpt prune`), and copy it (`mcore-ckpt copy`)"
+                f"{note.to} holds another checkpoint than when this one was saved, or on_existing='error' keeps what is "
+                "there: it is not replaced. If this one is to be there, remove that one (`mcore-ckpt prune`), and copy "
+                "it (`mcore-ckpt copy`)"
             )
 
     target = checkpoint_path(note.to)

@@ -166,7 +166,7 @@ class DrainNote:
     files: tuple[str, ...] | None = None  # names of the data files that lie here; None: all of the checkpoint's
     commits: bool = True  # the second tier is committed from here
     done: bool = False  # nothing is left to copy
-    replaces: str | None = None  # what was there when the copy began, by `identity_of`; ""; None: it has not begun
+    replaces: str | None = None  # what it replaces there, by `identity_of`; "": nothing; None: it has not begun
     error: str = ""  # why the last attempt has failed, or why it is not copied
 
     @property

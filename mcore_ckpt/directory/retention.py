@@ -32,6 +32,7 @@ from mcore_ckpt.directory.commit import (
     REMOVED,
     YOUNG_S,
     Commit,
+    file_on_its_way,
     identity_in_force,
     is_note,
     note_name,
@@ -512,7 +513,8 @@ def _of_checkpoint(storage: Storage) -> list[str]:
         before = [name for name in index.removed.files if name in names and name.endswith(DATA_SUFFIX)]
         found = {name: storage.version(name) for name in before}
         own.update(name for name, one in found.items() if one and one.modified_ns <= published.modified_ns)
-    others = [name for name in names if name in _SIDECARS or is_pending(name) or is_drain_note(name) or is_note(name)]
+    kinds = (_SIDECARS.__contains__, is_pending, is_drain_note, is_note, file_on_its_way)
+    others = [name for name in names if any(is_kind(name) for is_kind in kinds)]
     return [*sorted(own.union(filter(tells_save, names))), *others, METADATA_FILE]
 
 

@@ -129,7 +129,9 @@ def note_drain(
             if not is_in_force(storage, bytes.fromhex(save)):
                 storage.delete(f"{DRAIN_FILE}.{save}")
     own_files = None if files is None else tuple(files)
-    DrainNote(id_in_names(save_id), str(second / directory.name), own_files, commits).write(directory)
+    replaces = "" if options.on_existing == "error" else None
+    note = DrainNote(id_in_names(save_id), str(second / directory.name), own_files, commits, replaces=replaces)
+    note.write(directory)
 
 
 @functools.cache

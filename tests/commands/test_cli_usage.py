@@ -236,11 +236,11 @@ def test_scripts_reshard_is_the_command(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_keys_cannot_act_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evil = "\x1b[31mred\x9b2J\ud800"
+    evil = "\x1b[31mred\x9b2J\ud800\u202eder"
     write_model(tmp_path / "c", tp=1, tensors={evil: torch.zeros(2)})
     assert main(["inspect", str(tmp_path / "c"), "--tensors"]) == 0
     shown = capsys.readouterr().out
-    assert "\\x1b[31mred\\x9b2J\\ud800" in shown
+    assert "\\x1b[31mred\\x9b2J\\ud800\\u202eder" in shown
     assert "\x1b" not in shown
     assert main(["cat", str(tmp_path / "c"), "\x1b[0m"]) == 2
     assert "\x1b" not in capsys.readouterr().err

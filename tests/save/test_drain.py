@@ -287,11 +287,13 @@ def test_where_files_are_lost_the_tier_that_has_them_is_named(
     assert "second tier has" not in str(caught.value)
 
 
-def _save_alone(run: Path, far: str | Path, iteration: int, value: float, **others: bytes) -> Path:
+def _save_alone(
+    run: Path, far: str | Path, iteration: int, value: float, *, overwrite: bool = True, **others: bytes
+) -> Path:
     """A job of one process that is killed before anything is copied; `others`: files of other programs."""
     with mock.patch.object(upkeep, "_ask"):
         directory = run / f"iter_{iteration:07d}"
-        writer = FileSystemWriterAsync(directory, options=options(str(far)))
+        writer = FileSystemWriterAsync(directory, overwrite=overwrite, options=options(str(far)))
         dcp.save({"w": torch.full((1000,), value)}, storage_writer=writer, no_dist=True)
     for name, content in others.items():
         storage_at(directory).publish(name, content)
@@ -304,12 +306,12 @@ def _copy_has_begun(directory: Path) -> None:
     replace(note, replaces=identity_of(metadata_of(storage_at(note.to)))).write(directory)
 
 
-def _resume_alone(run: Path, far: str | Path) -> list[str]:
-    """The next job copies what is left, and ends; returns what it has said."""
+def _resume_alone(run: Path, far: str | Path, name: str | None = None) -> list[str]:
+    """The next job copies what is left, or (`name`) the job that has saved it, and ends; returns what it has said."""
     said: list[str] = []
     copies = upkeep._Copies()
     with mock.patch.object(upkeep, "_say", lambda level, text: said.append(text)):
-        copies.add(str(run), None, str(far))
+        copies.add(str(run), name, str(far))
         copies.finish()
         copies.work()
     return said
@@ -346,6 +348,20 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
     assert "complete, not copied" in capsys.readouterr().out
     assert _value(far / "iter_0000002") == 0.0
     assert _resume_alone(first, far) == []
+
+
+def test_a_job_that_replaces_nothing_leaves_what_another_has_in_the_second_tier(tmp_path: Path) -> None:
+    """As DCP's `overwrite=False`: on_existing="error"."""
+    far, near = tmp_path / "far", tmp_path / "near"
+    _save_alone(tmp_path / "other", far, 1, 0.0)
+    _resume_alone(tmp_path / "other", far)
+    for iteration in (1, 2):
+        _save_alone(near, far, iteration, 100.0, overwrite=False)
+    assert "holds another checkpoint" in " ".join(_resume_alone(near, far, NAME))
+    assert _value(far / NAME) == 0.0
+    assert _value(far / "iter_0000002") == 100.0
+    prune_run(near, keep_last=1, remove=True)
+    assert _value(near / NAME) == 100.0
 
 
 def test_what_has_been_copied_goes_only_as_long_as_the_copy_is_there(tmp_path: Path) -> None:
