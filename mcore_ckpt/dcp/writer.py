@@ -55,8 +55,9 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError, PlanErro
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import without_modes
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.publish import Target, check_files, discard, open_target, publish
+from mcore_ckpt.directory.publish import check_files, discard, open_target, publish
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -154,13 +155,13 @@ class _Save:
     save_id: bytes = dataclasses.field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES))
     is_coordinator: bool = False
     thread: threading.Thread | None = None  # that begins and ends it, if one does
-    target: Target | None = None  # the directory, locked
+    target: Commit | None = None  # the directory, locked
 
     def give_up(self) -> None:
         """Release the directory."""
         target, self.target = self.target, None
         if target is not None:
-            target.commit.give_up()
+            target.give_up()
 
     def is_over(self) -> bool:
         """Whether a synchronous save has ended or failed, by its thread: DCP tells no writer of others' errors."""
@@ -256,7 +257,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             from mcore_ckpt.save.upkeep import check_places
 
             check_places(path, self.options)
-        return _Save(path, storage_at(path).within(self.options.write_deadline_s))
+        return _Save(path, storage_at(path, deadline_s=self.options.write_deadline_s))
 
     @property
     def _save(self) -> _Save:
@@ -520,15 +521,15 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             files, sums = _files_and_sums(written, target)
             content = encoded_metadata(metadata, save.path, save.save_id, files, sums)
             ends |= {name: files[name].size_bytes for name in ends if name in files}
-            check_files(target.commit, ends, at_least=True)
+            check_files(target, ends, at_least=True)
             if self.options.drain_to is not None:
                 from mcore_ckpt.save.upkeep import note_drain
 
                 note_drain(save.path, self.options, save.save_id, None, commits=True)
-            publish(save.storage, target, content, has_common_state=False, needed=ends)
+            publish(target, content, has_common_state=False, needed=ends)
         except BaseException:
             save.give_up()
-            if not (target.commit.is_undecided or is_in_force(save.storage, save.save_id)):
+            if not (target.is_undecided or is_in_force(save.storage, save.save_id)):
                 discard(save.storage, ends)
             raise
         save.target = self._own.save = None
@@ -550,7 +551,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
 
 def _files_and_sums(
-    written: Sequence[WriteResult], target: Target
+    written: Sequence[WriteResult], target: Commit
 ) -> tuple[dict[str, ManifestFile], dict[tuple[str, int], ItemSums]]:
     """The files of a save, and the checksums of the items that this package wrote, by file and offset."""
     found = {
@@ -559,8 +560,8 @@ def _files_and_sums(
         if isinstance(result, _SummedResult) and result.sums is not None
     }
     files = {file: sums.file for (file, _), sums in sorted(found.items(), key=lambda pair: pair[0])}
-    if target.common is not None:  # the common state that was written ahead of the save
-        files[COMMON_FILE] = target.common
+    if (common := target.common_file) is not None:  # that was written ahead of the save
+        files[COMMON_FILE] = common
     return files, found
 
 
@@ -671,7 +672,7 @@ def write_buckets(buckets: Sequence[ItemBucket], options: SaveOptions) -> list[l
     """Write buckets in this process, bytes_data first; returns for each the results of its items, objects first."""
     if not buckets:
         return []
-    storage = storage_at(Path(buckets[0].path).parent).within(options.write_deadline_s)
+    storage = storage_at(Path(buckets[0].path).parent, deadline_s=options.write_deadline_s)
     to_write = [_to_write(bucket) for bucket in buckets]
     return list(map(_results, buckets, to_write, write_in_process(storage, to_write, options)))
 

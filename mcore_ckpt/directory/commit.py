@@ -56,6 +56,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -76,7 +77,7 @@ from mcore_ckpt.directory.in_force import (
     saves_of,
 )
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.integrity import Identity, data_file_of, identity_of
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES, Identity, ManifestFile, data_file_of, identity_of
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     INCOMPLETE_MARKER,
@@ -90,6 +91,7 @@ _logger = logger_of(__name__)
 
 CLAIM: Final = ".mcore_ckpt_next."
 NOTE: Final = INCOMPLETE_MARKER + "."
+"""What the name of a note begins with; the id of its save follows."""
 _NOTE_NAME: Final = re.compile(re.escape(NOTE) + r"(?P<id>[0-9a-f]{16})")
 # A small file on its way, or one of a copy, under a name of its own.
 _ON_ITS_WAY: Final = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{16}\.tmp")
@@ -111,11 +113,6 @@ def file_on_its_way(name: str) -> str | None:
     """Which file a process was writing under a name of its own, when it died; None if it is no such name."""
     match = _ON_ITS_WAY.fullmatch(name)
     return None if match is None else match["of"]
-
-
-def note_name(save: str) -> str:
-    """The note of a save, by its id."""
-    return NOTE + save
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +227,10 @@ def notes(storage: Storage, names: Iterable[str]) -> list[Owner]:
 
 def refuse_others(storage: Storage, own: Owner, names: Iterable[str]) -> None:
     """Raise `SaveError` if another save is at work in a directory, by its note, which was there before one's own."""
-    others = notes(storage, (name for name in names if name != note_name(own.save)))
-    mine = storage.version(note_name(own.save)) if others else None
+    others = notes(storage, (name for name in names if name != NOTE + own.save))
+    mine = storage.version(NOTE + own.save) if others else None
     for owner in others:
-        there = storage.version(note_name(owner.save))
+        there = storage.version(NOTE + owner.save)
         if mine is None or there is None or not owner.host:
             continue
         # The clock of a store ticks once a second.
@@ -265,7 +262,7 @@ def seems_gone(storage: Storage, owner: Owner, *, may_be_late: bool = False) -> 
     """Whether a note's save is gone, by this host's clock: for people. `may_be_late`: its requests may yet come."""
     state = owner.process_state()
     if state == "unknown" or (state == "gone" and may_be_late):
-        there = storage.version(note_name(owner.save))
+        there = storage.version(NOTE + owner.save)
         return there is None or time.time() - there.modified_ns / 1e9 > _LONG_GONE_S
     return state == "gone"
 
@@ -288,14 +285,15 @@ class Commit:
         self.storage = storage
         self.owner = owner  # this process, with the save's id
         self.id = owner.save  # of the save, as the names of its files show it
+        # Of what is saved, for its manifest: the id of the commit, which is of one directory only, and random bytes.
+        self.save_id = bytes.fromhex(owner.save) + secrets.token_bytes(SAVE_ID_BYTES // 2)
         self.base = base  # which `.metadata` there was; None: none
-        self.common = common  # the new common state, if `prepare` is to write it
-        self._note = note_name(owner.save)
-        self.pending = pending_name(owner.save)  # under which the new common state waits for the commit
+        self.common = common  # the new common state, if that is a file
+        self._note = NOTE + owner.save
+        self.pending: str | None = None  # under which the new common state waits for the commit, once it does
         self.is_undecided = False  # `publish` has failed, and it may come into force all the same
         self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
         self.is_over = False  # it was published, given up or lost, or leaves its note to the next save
-        self.waits = False  # the common state, under that name
         self._seen: list[str] | None = None  # in a store, what was listed before `publish`
         self._shared: dict[str, FileVersion | None] = {}  # in a store, those of `_SHARED` before it
         self._own: Identity | None = None  # in a file system: what its `.metadata` is
@@ -322,6 +320,11 @@ class Commit:
             raise
         return commit
 
+    @property
+    def common_file(self) -> ManifestFile | None:
+        """What the manifest says of the common state, if that is a file that is written here."""
+        return None if self.common is None else ManifestFile(len(self.common), crc32(self.common), self.save_id)
+
     def __enter__(self) -> Commit:
         return self
 
@@ -346,9 +349,9 @@ class Commit:
 
     def have_common_wait(self) -> None:
         """Write the new common state, if there is one, under the name by which it waits for the commit."""
-        if self.common is not None and not self.waits:
+        if self.common is not None and self.pending is None:
+            self.pending = pending_name(self.id)
             self.storage.create(self.pending, self.common)
-            self.waits = True
 
     def _look(self) -> None:
         versions = (partial(self.storage.version, name) for name in _SHARED)
@@ -384,7 +387,7 @@ class Commit:
         absent = {name for name, version in self._shared.items() if version is None}
         tasks: list[Callable[[], object]] = [partial(remove, name) for name in (*stale, *left) if name not in absent]
         ends = [claim]  # then others may begin
-        if published is not None and self.waits:
+        if published is not None and self.pending is not None:
             before = self._shared[COMMON_FILE]
             tasks.insert(0, partial(_place_in_store, self.storage, self.pending, published, self.common, before))
             ends.append(self.pending)
@@ -401,7 +404,7 @@ class Commit:
         if self.is_over or self.owner.pid != os.getpid():
             return
         self.is_over = True
-        for name in (self._note, self.pending):
+        for name in filter(None, (self._note, self.pending)):
             try:
                 self.storage.delete(name)
             except (SaveError, LoadError, OSError) as error:
@@ -455,7 +458,7 @@ class Commit:
             claim = self._claim()
             now = identity_in_force(storage)
             if now == self.base and self._own is not None:
-                if not _publish(storage, self.id, self._own, self.base):
+                if not _publish(storage, self._note, self._own, self.base, self.pending):
                     raise self._lost()
             elif now != self._own:
                 raise self._lost()
@@ -598,7 +601,7 @@ def _next_claim(storage: Storage, base: Identity | None, own: str = "") -> str |
     for _ in range(_ATTEMPTS):
         name = CLAIM + token
         noted = storage.claimed(name)
-        if noted is None or noted == note_name(own):
+        if noted is None or noted == NOTE + own:
             return name
         if _NOTE_NAME.fullmatch(noted) is None:
             raise SaveError(
@@ -609,7 +612,7 @@ def _next_claim(storage: Storage, base: Identity | None, own: str = "") -> str |
         if claimant is not None:
             _check_complete(storage, noted, name)
             if identity_in_force(storage) == base:
-                _publish(storage, save, claimant, base)
+                _publish(storage, noted, claimant, base, pending_name(claimant.save or save))
             return None
         if identity_in_force(storage) != base:
             return None
@@ -653,13 +656,12 @@ def length_flaw(storage: Storage, name: str, index: CheckpointIndex) -> str | No
     return f"{name} has {version.size_bytes} bytes, expected {listed.size_bytes}"
 
 
-def _publish(storage: Storage, save: str, identity: Identity, base: Identity | None) -> bool:
+def _publish(storage: Storage, note: str, identity: Identity, base: Identity | None, pending: str | None) -> bool:
     """Bring a save into force whose claim found the base in force; False: it was withdrawn. Again is harmless."""
-    pending = pending_name(identity.save or save)
-    if base is None:
+    if base is None and pending is not None:
         _place_common(storage, pending)  # no reader is harmed by it
     try:
-        storage.move(note_name(save), METADATA_FILE)
+        storage.move(note, METADATA_FILE)
     except SaveError as error:
         if not _is_missing(error):
             raise
@@ -669,8 +671,10 @@ def _publish(storage: Storage, save: str, identity: Identity, base: Identity | N
     return True
 
 
-def _finish(storage: Storage, pending: str) -> None:
+def _finish(storage: Storage, pending: str | None) -> None:
     storage.sync()  # before all else: else a power cut may leave the index before it with this common state
+    if pending is None:
+        return
     try:
         _place_common(storage, pending)
     except SaveError as error:

@@ -29,7 +29,7 @@ from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import Outcome, await_turn, in_parallel
 from mcore_ckpt.core.team import Counter, current_team
-from mcore_ckpt.directory.commit import Commit, file_on_its_way, is_note, length_flaw, note_name, notes, seems_gone
+from mcore_ckpt.directory.commit import NOTE, Commit, file_on_its_way, is_note, length_flaw, notes, seems_gone
 from mcore_ckpt.directory.in_force import (
     DrainNote,
     common_file_in_force,
@@ -224,7 +224,7 @@ def copy_and_commit(
 
     team = current_team()
     begun: Outcome[_Copy] = Outcome() if team.rank else Outcome.of(begin)
-    note = team.first(f"copy {directory}", lambda: note_name(begun.value().commit.id))
+    note = team.first(f"copy {directory}", lambda: NOTE + begun.value().commit.id)
     if team.rank:  # the first rank commits, and waits for what the others copy
         sent = Sent(reads, writes, found.judged)
         sent.copy_share(found.data, partial(_check_note, writes, note))
@@ -301,10 +301,9 @@ class _Copy:
         if found.common is not None:  # until the commit it waits under a name that tells its save
             manifest = found.index.manifest
             read_common_file(self.sent.reads, found.common, manifest)  # refuses a damaged one
-            if manifest is not None:
-                self.commit.pending = pending_name(id_in_names(manifest.save_id))
+            save = self.commit.id if manifest is None else id_in_names(manifest.save_id)
+            self.commit.pending = pending_name(save)
             self.sent.copy(found.common, self.commit.pending, COMMON_FILE)
-            self.commit.waits = True
         for name in found.data:  # other nodes have copied some, and others may have removed them since
             if (flaw := length_flaw(writes, name, found.index)) is not None:
                 raise SaveError(f"{writes}: {flaw}; the checkpoint is not committed, and copied again")
@@ -340,7 +339,7 @@ class _Copy:
                 self.sent.copy(found.common, COMMON_FILE, COMMON_FILE)
             unused = {COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE} - {*found.others, found.common and COMMON_FILE}
             is_left = _left_by_others(found, self._replaced(), is_alone=self.own is None)
-            for name in (*unused, *filter(is_left, self.names), *(note_name(owner.save) for owner in others)):
+            for name in (*unused, *filter(is_left, self.names), *(NOTE + owner.save for owner in others)):
                 writes.delete(name)
         sync_folders(self.target, found.others)
         writes.sync()

@@ -16,10 +16,9 @@ from __future__ import annotations
 import contextlib
 import operator
 import platform
-import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import index_files
-from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile
+from mcore_ckpt.format.integrity import ManifestFile
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -51,56 +50,40 @@ from mcore_ckpt.storage.resolve import storage_at
 _logger = logger_of(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The directory of a save, as its coordinator found it."""
-
-    commit: Commit
-    # Id of what is saved, for its manifest and, its first half, the names of its files; 16 bytes: the id of the commit,
-    # which is of one directory only, and eight random ones.
-    save_id: bytes
-    common: ManifestFile | None  # the file of the common state, if that was written
-
-    @classmethod
-    def begin(cls, storage: Storage, common: bytes | None = None) -> Target:
-        """Begin a save into a directory, with its common state if that is to be a file."""
-        storage.ensure()
-        commit = Commit.begin(storage, common=common)
-        save_id = bytes.fromhex(commit.id) + secrets.token_bytes(SAVE_ID_BYTES // 2)
-        file = None if common is None else ManifestFile(len(common), crc32(common), save_id)
-        return cls(commit, save_id, file)
+# Saves that have begun whose data are yet to come, by location.
+_reserved: dict[str, Commit] = {}
 
 
-# Directories in which a save has begun whose data are yet to come, by location.
-_reserved: dict[str, Target] = {}
-
-
-def open_target(storage: Storage, options: SaveOptions) -> Target:
+def open_target(storage: Storage, options: SaveOptions) -> Commit:
     """Begin a save into a directory, on the coordinator. Raises `CheckpointExistsError`, or `SaveError`."""
-    target = _reserved.pop(storage.location, None) or Target.begin(storage)
-    target.commit.storage = storage  # with the deadlines of this save
-    if target.commit.base is not None and options.on_existing == "error":
-        target.commit.give_up()
+    commit = _reserved.pop(storage.location, None)
+    if commit is None:
+        storage.ensure()
+        commit = Commit.begin(storage)
+    commit.storage = storage  # with the deadlines of this save
+    if commit.base is not None and options.on_existing == "error":
+        commit.give_up()
         raise CheckpointExistsError(
             # "Checkpoint already exists" is what DCP says, and callers look for.
             f'{storage}: Checkpoint already exists and on_existing="error" (overwrite=False); choose another directory,'
             ' or on_existing="replace"'
         )
-    return target
+    return commit
 
 
-def reserve(storage: Storage, common: bytes | None = None) -> Target:
-    """Begin a save that is going to `open_target`, with its common state if that is to be a file."""
+def reserve(storage: Storage, common: bytes) -> Commit:
+    """Begin a save that is going to `open_target`, with its common state, which is to be a file."""
     give_back(storage)
-    target = _reserved[storage.location] = Target.begin(storage, common)
-    return target
+    storage.ensure()
+    commit = _reserved[storage.location] = Commit.begin(storage, common=common)
+    return commit
 
 
 def give_back(storage: Storage) -> None:
     """The save that has begun does not come; nothing of it stays."""
-    target = _reserved.pop(storage.location, None)
-    if target is not None:
-        target.commit.give_up()
+    commit = _reserved.pop(storage.location, None)
+    if commit is not None:
+        commit.give_up()
 
 
 def discard(storage: Storage, files: Iterable[str]) -> None:
@@ -130,19 +113,17 @@ _LOOKERS = 16
 _published: dict[str, FileVersion] = {}
 
 
-def publish(
-    storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool, needed: Collection[str] = ()
-) -> None:
+def publish(commit: Commit, metadata: bytes, *, has_common_state: bool, needed: Collection[str] = ()) -> None:
     """Put the new checkpoint in force, whose data files must be durable. `has_common_state`: it is an object, so a
     `common.pt` must go; `needed`: its data files, if their names show other ids. Raises as `Commit.publish`.
     """
     # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
     stale = (COMMON_FILE, INTEGRITY_FILE) if has_common_state else (INTEGRITY_FILE,)
-    target.commit.publish(metadata, needed=needed, stale=stale)
+    commit.publish(metadata, needed=needed, stale=stale)
     with contextlib.suppress(LoadError):
-        published = target.commit.published or storage.version(METADATA_FILE)
+        published = commit.published or commit.storage.version(METADATA_FILE)
         if published is not None:
-            _published[storage.location] = published
+            _published[commit.storage.location] = published
 
 
 def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = False) -> None:
@@ -183,16 +164,16 @@ def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = 
 
 def settle(storage: Storage, config: bytes | None = None) -> None:
     """The checkpoint of a reserved directory was saved by other means: put its common state and `config` next to it."""
-    target = _reserved.pop(storage.location, None)
-    if target is not None:
+    commit = _reserved.pop(storage.location, None)
+    if commit is not None:
         try:
-            if target.commit.common is not None:
-                target.commit.have_common_wait()
-                storage.move(target.commit.pending, COMMON_FILE)
+            commit.have_common_wait()
+            if commit.pending is not None:
+                storage.move(commit.pending, COMMON_FILE)
             if config is not None and not _has_config(storage, config):
                 storage.publish(CONFIG_FILE, config)
         finally:
-            target.commit.give_up()
+            commit.give_up()
 
 
 def write_config(storage: Storage, content: bytes) -> bool:

@@ -29,13 +29,13 @@ from typing import Final
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import (
+    NOTE,
     REMOVED,
     YOUNG_S,
     Commit,
     file_on_its_way,
     identity_in_force,
     is_note,
-    note_name,
     notes,
 )
 from mcore_ckpt.directory.in_force import (
@@ -325,7 +325,7 @@ def lock_of(storage: Storage, own: str = "") -> str | None:
 
 def _ended_as_model_only(storage: Storage, save: str) -> bool:
     """Whether a note is an index that was to be published without the optimizer's state, and is left from then."""
-    name = note_name(save)
+    name = NOTE + save
     try:
         there, is_of_one = storage.version(name), parse_index(storage.read(name), storage.location, name=name).removed
     except LoadError:
@@ -342,7 +342,7 @@ def reason_to_stay(checkpoint: RunCheckpoint, run: str | os.PathLike[str], own: 
         return "it has been saved again"
     if (why := lock_of(there, own)) is not None:
         return why
-    note = there.version(note_name(own))
+    note = there.version(NOTE + own)
     return _reason_to_wait(there, None if note is None else note.modified_ns)
 
 

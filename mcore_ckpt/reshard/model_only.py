@@ -22,7 +22,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.commit import Commit, identity_in_force, note_name
+from mcore_ckpt.directory.commit import NOTE, Commit, identity_in_force
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files, is_gone
 from mcore_ckpt.directory.publish import discard
@@ -165,7 +165,7 @@ def _save_over(
 
     def publish(commit: Commit) -> None:
         nonlocal is_decided
-        storage.keep_owner((*plan.sizes, note_name(commit.id)), METADATA_FILE)
+        storage.keep_owner((*plan.sizes, NOTE + commit.id), METADATA_FILE)
         try:
             commit.publish(content, needed=plan.sizes, stale=(INTEGRITY_FILE,), spare=are_read)
         finally:

@@ -39,7 +39,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.core.team import current_team
-from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
+from mcore_ckpt.directory.commit import NOTE, Commit, Owner, is_note, notes
 from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.directory.publish import sum_of_file
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, split_metadata, with_manifest
@@ -310,7 +310,7 @@ def _clear(target: Path, commit: Commit) -> None:
         if owner.save != commit.id:
             if commit.base is None:
                 _remove_files(storage, _noted(owner))
-            storage.delete(note_name(owner.save))
+            storage.delete(NOTE + owner.save)
     _refuse_existing(target)
     _refuse_others(target, storage)
 

@@ -6,7 +6,7 @@
                  4 prepare_write_data          each rank: its files, as buckets
                  5 start_writing               asynchronous: a snapshot, written by another process (`staging.py`)
                    or write_in_process         synchronous: written before the call returns
-    commit       6 _finished                   each rank: wait for its files, compare them with the plan
+    commit       6 _finished                   each rank: wait for its files
                  7 _compare_replicas           if the options ask for it
                  8 _describe, check_files      coordinator: make `.metadata`, and look for the files of all ranks
                  9 publish                     coordinator: put it in force (`directory/publish.py`)
@@ -34,13 +34,13 @@ from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome, collector_paused, run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
-from mcore_ckpt.directory.commit import note_name
+from mcore_ckpt.directory.commit import NOTE, Commit
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.publish import Target, check_files, discard, give_back, open_target, publish, sum_of_file
+from mcore_ckpt.directory.publish import check_files, discard, give_back, open_target, publish, sum_of_file
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.image.layout import PlannedFile, WriteBucket, WrittenFile, check_results, metadata_of
+from mcore_ckpt.image.layout import PlannedFile, WriteBucket, WrittenFile, metadata_of
 from mcore_ckpt.save.jobs import Job, JobResult, timed_result
 from mcore_ckpt.save.planner import (
     RankState,
@@ -136,7 +136,12 @@ def _collect(
     sharded_state_dict: Any, directory: SaveDirectory, request: SaveRequest, structure: Structure
 ) -> RankState:
     """What this rank saves; and where, since a directory that it alone refuses is told all ranks, too."""
-    directory.find()
+    options = request.options
+    if options.drain_to or options.export_to:
+        from mcore_ckpt.save.upkeep import check_places
+
+        check_places(directory.path, options)
+    directory.storage = storage_at(directory.path, deadline_s=options.write_deadline_s)
     state = collect(sharded_state_dict, structure.described)
     if request.has_common_file and COMMON_STATE_KEY in state.objects:
         raise PlanError(
@@ -156,26 +161,18 @@ class SaveDirectory:
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path = path.absolute()
         self.storage: Storage  # once it is found
-        self.target: Target | None = None  # on the coordinator, once it is open
+        self.target: Commit | None = None  # on the coordinator, once it is open
         self.places: list[str] = []  # where each rank writes, if there is a second tier
         self.is_divided = False  # those are several: directories of this path on disks of the nodes
         self._common: ManifestFile | None = None  # what it was when it was opened
         self._options = options
-
-    def find(self) -> None:
-        """Look for the storage of that path. Raises `OptionError` where nothing can be saved."""
-        if self._options.drain_to or self._options.export_to:
-            from mcore_ckpt.save.upkeep import check_places
-
-            check_places(self.path, self._options)
-        self.storage = storage_at(self.path).within(self._options.write_deadline_s)
 
     def meet(self, group: RankGroup, save_id: bytes) -> None:
         """All ranks, with a second tier: find out who writes to one place; the first rank of each locks it."""
 
         def look() -> str:
             self.storage.ensure()
-            own = self.storage.exists(note_name(id_in_names(save_id)))
+            own = self.storage.exists(NOTE + id_in_names(save_id))
             return "" if own else f"{platform.node()} {self.storage.location}"
 
         self.places = group.run("look for the coordinator's lock", look, wrap=SaveError)
@@ -193,13 +190,13 @@ class SaveDirectory:
         """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
         self.target = target = open_target(self.storage, self._options)
         if not self.storage.is_store:  # in a file system stock may have written it already
-            self._common = target.common or sum_of_file(self.storage, target.save_id)
+            self._common = target.common_file or sum_of_file(self.storage, target.save_id)
         return target.save_id
 
     def common_file(self) -> ManifestFile | None:
         """Coordinator: the file that holds the common state of this save, where no object does; None: there is none."""
         assert self.target is not None
-        found = self.target.common or sum_of_file(self.storage, self.target.save_id)
+        found = self.target.common_file or sum_of_file(self.storage, self.target.save_id)
         if not self.storage.is_store and found != self._common:
             raise SaveError(f"{self.storage}: another save has replaced {COMMON_FILE} since this one began")
         return found
@@ -214,12 +211,12 @@ class SaveDirectory:
             note_drain(self.path, self._options, save_id, own, commits=rank == 0)
         # (On the other nodes the names show another id than the commit's.)
         has_common = described.has_common_state
-        publish(self.storage, self.target, described.content, has_common_state=has_common, needed=names)
+        publish(self.target, described.content, has_common_state=has_common, needed=names)
 
     def abandon(self) -> None:
         """Put the directory back as it was before; the files of the save have been removed."""
         if self.target is not None:
-            self.target.commit.give_up()
+            self.target.give_up()
         elif hasattr(self, "storage"):
             give_back(self.storage)
 
@@ -311,9 +308,8 @@ class SaveTransaction:
             checkpoint_published(directory.path, self._options, is_coordinator=gathered is not None)
 
     def _finished(self) -> Written:
-        """Wait for this rank's files, and compare what was written with the plan."""
+        """Wait for this rank's files."""
         result: JobResult = self.job.result()
-        check_results(self.files, result.files)
         if self._is_async:
             self.spans.append(Span("writer", result.started_s, result.finished_s))
         if self.plan.planned is not None:
@@ -332,7 +328,7 @@ class SaveTransaction:
         directory, seen = self._directory, self._files_of_place(gathered)
         assert directory.target is not None
         try:
-            describe, check = partial(self._describe, gathered), partial(check_files, directory.target.commit, seen)
+            describe, check = partial(self._describe, gathered), partial(check_files, directory.target, seen)
             if described is None:
                 made, _ = run_concurrently(directory.storage.asks_at_once, describe, check)
             else:
@@ -362,7 +358,7 @@ class SaveTransaction:
         def publish_own() -> None:
             if self._directory.target is not None and not self._group.is_coordinator:
                 seen = self._files_of_place(written)
-                check_files(self._directory.target.commit, seen)
+                check_files(self._directory.target, seen)
                 self._directory.publish(described, self.plan.save_id, [*seen], self._group.rank)
 
         self._group.run("publish on all nodes", publish_own, wrap=SaveError)
@@ -444,7 +440,7 @@ class SaveTransaction:
         """Remove what this rank wrote of a save that has failed."""
         storage, save_id, may_be_published = self._directory.storage, self.plan.save_id, self.phase == "publishing"
         # As long as the note is there, it may come into force. In this order: what is decided in between is then.
-        if may_be_published and storage.exists(note_name(id_in_names(save_id))):
+        if may_be_published and storage.exists(NOTE + id_in_names(save_id)):
             _logger.warning("%s: not published, but it may be yet: its files stay", self.what)
         elif may_be_published and is_in_force(storage, save_id):
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self.what)

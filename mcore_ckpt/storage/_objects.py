@@ -375,7 +375,7 @@ class ObjectStorage(Storage):
         prefix: str,
         url: str,
         reopen: Callable[[str, float | None], Storage],
-        deadline_s: float | None = None,
+        deadline_s: float | None,
     ) -> None:
         self._client = client if deadline_s is None else client.within(deadline_s)
         self.write_bytes = client.part_bytes
@@ -386,9 +386,6 @@ class ObjectStorage(Storage):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reopen, (self._url, self._deadline_s)  # credentials stay here: another process asks for its own
-
-    def within(self, deadline_s: float | None) -> Storage:
-        return self._reopen(self._url, deadline_s)
 
     @property
     def location(self) -> str:

@@ -57,7 +57,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def open_store(url: str, deadline_s: float | None = None) -> Storage:
+def open_store(url: str, deadline_s: float | None) -> Storage:
     """The storage of a directory in an object store. Raises `OptionError` if it cannot be reached as configured."""
     scheme, bucket, prefix = _parts(url)
     if scheme == "msc":

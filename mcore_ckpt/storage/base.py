@@ -212,10 +212,6 @@ class Storage(ABC):
     is_store: bool = False  # of objects: nothing is renamed or claimed, and a put may have a condition
     serves_forks: bool = True  # a forked child of a process that uses it can use it, too
 
-    def within(self, deadline_s: float | None) -> Storage:
-        """This directory with requests of at most `deadline_s`; None: as long as the back-end waits."""
-        return self
-
     @property
     @abstractmethod
     def location(self) -> str:

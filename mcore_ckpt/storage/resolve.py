@@ -384,15 +384,19 @@ class LocalStorage(Storage):
         return True
 
 
-def storage_at(place: str | os.PathLike[str], *, follow_links: bool = False) -> Storage:
-    """The storage of a directory, by path or URL; it need not exist. Raises `OptionError` where none can be."""
+def storage_at(
+    place: str | os.PathLike[str], *, follow_links: bool = False, deadline_s: float | None = None
+) -> Storage:
+    """The storage of a directory, by path or URL; it need not exist. So long a request to a store may take; None: as
+    long as its client waits. Raises `OptionError` where none can be.
+    """
     url = store_url(place)
     if url is None:
         return LocalStorage(place, follow_links=follow_links)
     from mcore_ckpt.storage._store_urls import open_store, path_of_profile  # (importing it takes a while)
 
     path = path_of_profile(url)
-    return open_store(url) if path is None else LocalStorage(path)
+    return open_store(url, deadline_s) if path is None else LocalStorage(path)
 
 
 def path_in_file_system(place: Path) -> Path:

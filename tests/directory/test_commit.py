@@ -15,10 +15,9 @@ import pytest
 
 from mcore_ckpt import LoadError, SaveError, SaveOptions
 from mcore_ckpt.directory import commit as commit_module
-from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, identity_in_force, note_name, seems_gone
+from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, identity_in_force, seems_gone
 from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.directory.publish import (
-    Target,
     discard,
     open_target,
     publish,
@@ -54,9 +53,9 @@ def save_on(storage: Any, common: bytes) -> str:
         writer = storage.open_writer(name, 4)
         writer.write(0, memoryview(b"data"))
         writer.finish()
-        publish(storage, target, sealed(name, target.save_id), has_common_state=False)
+        publish(target, sealed(name, target.save_id), has_common_state=False)
     except SaveError:
-        target.commit.give_up()
+        target.give_up()
         discard(storage, [name])
         raise
     return name
@@ -208,7 +207,7 @@ def begin_and_be_killed(path: Path) -> None:
 
 
 def leave_note(content: bytes) -> Callable[[Path], object]:
-    return lambda path: (path / note_name("ab" * 8)).write_bytes(content)
+    return lambda path: (path / (NOTE + "ab" * 8)).write_bytes(content)
 
 
 LEFT: dict[str, Callable[[Path], object]] = {
@@ -217,7 +216,7 @@ LEFT: dict[str, Callable[[Path], object]] = {
     "its number is nobody's": leave_note(replace(Owner.here(), save="ab" * 8, pid=2**22 - 1).encode()),
     "an empty note": leave_note(b""),
     "a note of others": leave_note(b'{"pid": "x"}'),
-    "a pipe": lambda path: os.mkfifo(path / note_name("ab" * 8)),
+    "a pipe": lambda path: os.mkfifo(path / (NOTE + "ab" * 8)),
 }
 
 
@@ -231,13 +230,13 @@ def test_a_killed_process_is_in_nobodys_way(leave: Callable[[Path], object], tmp
 def test_a_process_that_cannot_be_seen_counts_while_its_note_is_young(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     owner = replace(Owner.here(), host="another", place="another")
-    storage.create(note_name(owner.save), owner.encode())
-    second_ago_ns = (tmp_path / note_name(owner.save)).stat().st_mtime_ns - 10**9
-    os.utime(tmp_path / note_name(owner.save), ns=(second_ago_ns, second_ago_ns))
+    storage.create(NOTE + owner.save, owner.encode())
+    second_ago_ns = (tmp_path / (NOTE + owner.save)).stat().st_mtime_ns - 10**9
+    os.utime(tmp_path / (NOTE + owner.save), ns=(second_ago_ns, second_ago_ns))
     assert f"process {os.getpid()} on host {owner.host}" in refused(tmp_path)
     assert not seems_gone(storage, owner)
-    old_ns = (tmp_path / note_name(owner.save)).stat().st_mtime_ns - int((commit_module.YOUNG_S + 1) * 1e9)
-    os.utime(tmp_path / note_name(owner.save), ns=(old_ns, old_ns))
+    old_ns = (tmp_path / (NOTE + owner.save)).stat().st_mtime_ns - int((commit_module.YOUNG_S + 1) * 1e9)
+    os.utime(tmp_path / (NOTE + owner.save), ns=(old_ns, old_ns))
     check_holds(tmp_path, save_on(storage, b"x"), b"x")
 
 
@@ -318,17 +317,17 @@ def test_a_save_that_begins_at_any_step_of_another_never_replaces_what_it_has_no
         path = tmp_path / str(at)
         storage = LocalStorage(path)
         save_on(storage, b"old")
-        late: list[Target] = []
-        faults = Faults(at, lambda path=path, late=late: late.append(Target.begin(LocalStorage(path))))
+        late: list[Commit] = []
+        faults = Faults(at, lambda path=path, late=late: late.append(Commit.begin(LocalStorage(path))))
         name = save_on(FaultyStorage(storage, faults), b"new")
         if not late:
             break
         (target,) = late
-        seen, file = target.commit.base, file_of(target)
+        seen, file = target.base, file_of(target)
         (path / file).write_bytes(b"late")
         is_new = seen == commit_module.identity_in_force(storage)
         try:
-            publish(storage, target, sealed(file, target.save_id), has_common_state=False)
+            publish(target, sealed(file, target.save_id), has_common_state=False)
         except SaveError:
             lost += 1
             assert set(read_index(path).tensors) == {name}

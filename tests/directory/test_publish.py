@@ -10,7 +10,7 @@ import pytest
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import common_file_in_force
-from mcore_ckpt.directory.publish import Target, check_files, open_target, publish, reserve, settle
+from mcore_ckpt.directory.publish import check_files, open_target, publish, reserve, settle
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
@@ -33,8 +33,8 @@ def metadata(*files: str, objects: tuple[str, ...] = ()) -> bytes:
     return MetadataEncoder(CheckpointIndex("", tensors, {})).encode(entries)
 
 
-def file_of(target: Target, rank: int = 0, number: int = 0) -> str:
-    return with_id(data_file_name(rank, number), target.save_id)
+def file_of(commit: Commit, rank: int = 0, number: int = 0) -> str:
+    return with_id(data_file_name(rank, number), commit.save_id)
 
 
 def save_as_stock(path: Path, name: str = "__0_0.distcp") -> str:
@@ -50,30 +50,29 @@ def save(path: Path, common: bytes | None = b"common") -> str:
     """A whole save of one rank; returns the name of its data file."""
     path.mkdir(exist_ok=True)
     if common is not None:
-        LocalStorage(path).create(reserve(LocalStorage(path)).commit.pending, common)
-    storage, target, name = begin(path)
-    publish(storage, target, metadata(name), has_common_state=False)
+        reserve(LocalStorage(path), common)
+    commit, name = begin(path)
+    publish(commit, metadata(name), has_common_state=False)
     return name
 
 
-def begin(path: Path) -> tuple[LocalStorage, Target, str]:
+def begin(path: Path) -> tuple[Commit, str]:
     """A save that has written its data file and not published."""
-    storage = LocalStorage(path)
-    target = open_target(storage, OPTIONS)
-    name = file_of(target)
+    commit = open_target(LocalStorage(path), OPTIONS)
+    name = file_of(commit)
     (path / name).write_bytes(b"data")
-    return storage, target, name
+    return commit, name
 
 
 def begin_and_be_killed(path: Path) -> str:
     """A save in a process that ends without another word; returns the name of its data file."""
-    kept: list[Target] = []  # (a claim that is forgotten is let go)
+    kept: list[Commit] = []  # (a claim that is forgotten is let go)
 
     def killed() -> str:
-        storage = LocalStorage(path)
-        storage.create(reserve(storage).commit.pending, b"killed save's")
-        kept.append(begin(path)[1])
-        return file_of(kept[0])
+        reserve(LocalStorage(path), b"killed save's")
+        commit, name = begin(path)
+        kept.append(commit)
+        return name
 
     return in_child(killed)
 
@@ -84,7 +83,7 @@ def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> No
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     storage = LocalStorage(tmp_path)
     if reserved:
-        storage.create(reserve(storage).commit.pending, b"of the save that is refused")
+        reserve(storage, b"of the save that is refused")
     # The directory is named as its user knows it, not as a class of ours.
     with pytest.raises(CheckpointExistsError, match=rf"^{re.escape(str(tmp_path))}: .* and on_existing"):
         open_target(storage, SaveOptions(on_existing="error"))
@@ -110,7 +109,7 @@ def test_a_replaced_checkpoint_goes_when_the_new_one_is_there_and_not_before(old
     begin_and_be_killed(tmp_path)
     (tmp_path / "__5_5.distcp").write_bytes(b"by others")
     storage = LocalStorage(tmp_path)
-    open_target(storage, OPTIONS).commit.give_up()
+    open_target(storage, OPTIONS).give_up()
     assert names(tmp_path) >= {first, METADATA_FILE, COMMON_FILE, "__5_5.distcp"}
     assert read_index(tmp_path).tensors.keys() == {first}
     last = save(tmp_path)
@@ -123,9 +122,9 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
     if replaces:
         save(tmp_path, b"old version's")
     begin_and_be_killed(tmp_path)
-    storage, target, name = begin(tmp_path)
+    commit, name = begin(tmp_path)
     content = metadata(name, objects=("common_state/shard_0_1",))
-    publish(storage, target, content, has_common_state=True)
+    publish(commit, content, has_common_state=True)
     assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) is None
     assert names(tmp_path) == {name, METADATA_FILE}
 
@@ -184,14 +183,13 @@ def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_
     """A file of stock's name tells no save; the seal of `.metadata` does."""
     save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
-    lost = reserve(storage)
-    storage.create(lost.commit.pending, b"of a save that did not publish")
+    lost = reserve(storage, b"of a save that did not publish")
     name = data_file_name(0, 0)
     (tmp_path / name).write_bytes(b"data")
     storage.publish(METADATA_FILE, sealed(name, b"x" * 16))
     assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) == COMMON_FILE
     storage.publish(METADATA_FILE, sealed(name, lost.save_id))
-    assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) == lost.commit.pending
+    assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) == lost.pending
 
 
 def test_a_file_that_is_there_at_another_size_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

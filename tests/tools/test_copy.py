@@ -242,7 +242,7 @@ def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tm
     copy_checkpoint(saved, target)
     with mock.patch.object(commit, "_place", return_value="another host"):
         held_up = commit.Commit.begin(storage_at(target), common=b"of the save")
-    note, own = target / commit.note_name(held_up.id), with_id("__0_0.distcp", bytes.fromhex(held_up.id))
+    note, own = target / (commit.NOTE + held_up.id), with_id("__0_0.distcp", bytes.fromhex(held_up.id))
     os.utime(note, (time.time() - 100.0,) * 2)
     (target / own).write_bytes(b"of the save")
     (saved / "tokenizer.json").write_text("[]")
