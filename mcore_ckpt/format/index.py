@@ -540,26 +540,18 @@ def _forms(
         shape = tuple(words[at + 3 : first])
         parts = [tuple(words[n : n + axes]) for n in range(first, stop, axes)] if axes else [()] * (2 * chunks)
         starts, sizes = tuple(parts[::2]), tuple(parts[1::2])
-        _check_form(columns, shape, starts, sizes)
+        if max(shape, default=0) > MAX_OFFSET:
+            raise columns.wrong("shapes that nobody has")
+        if 0 in shape and math.prod(filter(None, shape)) > MAX_OFFSET:
+            raise columns.wrong("a shape whose axes cannot be multiplied")
+        for chunk in zip(starts, sizes, strict=True):
+            if any(offset + size > whole for offset, size, whole in zip(*chunk, shape, strict=True)):
+                raise columns.wrong("a chunk outside its tensor")
+        if len(set(starts)) != len(starts):
+            raise columns.wrong("two chunks at the same offsets")
         forms.append(TensorForm(*kinds[kind], shape, starts, sizes))
         at = stop
     return forms
-
-
-def _check_form(
-    columns: Columns, shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...], sizes: tuple[tuple[int, ...], ...]
-) -> None:
-    if max(shape, default=0) > MAX_OFFSET:
-        raise columns.wrong("shapes that nobody has")
-    if 0 in shape and math.prod(filter(None, shape)) > MAX_OFFSET:
-        raise columns.wrong("a shape whose axes cannot be multiplied")
-    if len(starts) == 1 and sizes[0] == shape and not any(starts[0]):
-        return
-    for first, counts in zip(starts, sizes, strict=True):
-        if any(a + n > whole for a, n, whole in zip(first, counts, shape, strict=True)):
-            raise columns.wrong("a chunk outside its tensor")
-    if len(set(starts)) != len(starts):
-        raise columns.wrong("two chunks at the same offsets")
 
 
 def _noted(columns: Columns, words: list[int], keys: Sequence[str]) -> dict[str, dict[str, Any]]:

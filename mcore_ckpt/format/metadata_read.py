@@ -9,12 +9,12 @@ package wrote is read from the columns of its manifest, all else from the pickle
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.console import counted
@@ -123,14 +123,14 @@ def checked_footer(index: CheckpointIndex, name: str, reader: RangeReader) -> Fi
     return footer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """`metadata.json`: which strategy wrote the sharded and the common part."""
+    """`metadata.json`, in Megatron's form: which strategy wrote the sharded and the common part."""
 
-    backend: str = "torch_dist"
-    version: int = 1
+    sharded_backend: str = "torch_dist"
+    sharded_backend_version: int = 1
     common_backend: str = "torch"
-    common_version: int = 1
+    common_backend_version: int = 1
 
 
 def read_config(path: str | Path) -> CheckpointConfig | None:
@@ -153,19 +153,18 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
             f"{directory / CONFIG_FILE}: expected a JSON object with sharded_backend and sharded_backend_version "
             f"({type(error).__name__}: {error!s:.200}). Restore it from another checkpoint of the same run."
         ) from error
-    values = (config.backend, config.version, config.common_backend, config.common_version)
+    values = [getattr(config, field.name) for field in dataclasses.fields(config)]
     if list(map(type, values)) != [str, int, str, int]:
         raise CorruptCheckpointError(
             f"{directory / CONFIG_FILE}: expected sharded_backend and common_backend to be strings and their versions "
-            f"to be ints, got {values!r:.200}. Restore it from another checkpoint of the same run."
+            f"to be ints, got {(*values,)!r:.200}. Restore it from another checkpoint of the same run."
         )
     return config
 
 
 def encode_config() -> bytes:
-    """The content of `metadata.json`, in Megatron's form."""
-    sharded = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    return json.dumps({**sharded, "common_backend": "torch", "common_backend_version": 1}).encode()
+    """The content of `metadata.json`."""
+    return json.dumps(dataclasses.asdict(CheckpointConfig())).encode()
 
 
 def read_small_file(directory: Path, name: str, max_bytes: int | None = None, *, follow_links: bool = False) -> bytes:

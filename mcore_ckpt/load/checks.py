@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 
 from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32
@@ -111,8 +111,7 @@ _WORKERS = 2
 _MAX_OBJECT_BYTES = 1024**3
 
 
-class _ReadInto(Protocol):
-    def __call__(self, offset: int, view: memoryview, /) -> None: ...
+_ReadInto = Callable[[int, memoryview], None]
 
 
 def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview, value: int = 0) -> int:

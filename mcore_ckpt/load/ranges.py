@@ -25,7 +25,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect, strides_of
 from mcore_ckpt.core.options import PageCache
@@ -58,20 +58,8 @@ STRAIGHT_BYTES = 1024 * 1024
 # less than half of the CPU time of 4 KiB ones (seen on ext4, Linux 6.18), and begins with small ones.
 STREAM_BYTES = 32 * 1024 * 1024
 
-# For what need not stay in the page cache, and for what is to stay.
-_MODES: dict[PageCache, tuple[DirectIo, DirectIo]] = {"auto": ("auto", "keep"), "on": ("off", "off")}
-
-
-class _Storage(Protocol):
-    """What a policy asks of a storage."""
-
-    @property
-    def request_bytes(self) -> int:
-        """What it delivers in the time of one more request, where that is more than a disk does."""
-
-    @property
-    def open_ahead(self) -> int:
-        """How many files are opened before they are read; 0 where that takes no request."""
+# How files are opened for what need not stay in the page cache, and for what is to stay.
+MODES: dict[PageCache, tuple[DirectIo, DirectIo]] = {"auto": ("auto", "keep"), "on": ("off", "off")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +71,9 @@ class ReadPolicy:
     cheap_gap_bytes: int = CHEAP_GAP_BYTES
     max_small_bytes: int = MAX_SMALL_BYTES
     straight_bytes: int = STRAIGHT_BYTES
-    modes: tuple[DirectIo, DirectIo] = _MODES["auto"]  # of a file, for bytes of this rank alone, and of several ranks
-    opens_ahead: bool = False  # before files are read, since each open takes a request
-
-    @classmethod
-    def of(cls, storage: _Storage, page_cache: PageCache) -> ReadPolicy:
-        """Where a request costs more, longer gaps are read."""
-        return cls(
-            max_gap_bytes=max(MAX_GAP_BYTES, storage.request_bytes),
-            cheap_gap_bytes=max(CHEAP_GAP_BYTES, storage.request_bytes),
-            modes=_MODES[page_cache],
-            opens_ahead=storage.open_ahead > 0,
-        )
+    modes: tuple[DirectIo, DirectIo] = MODES["auto"]  # of a file, for bytes of this rank alone, and of several ranks
+    # How much one thread should read in order, of either; 0: any read by any thread.
+    stream_bytes: Sequence[int] = (0, STREAM_BYTES)
 
     def is_worth_reading(self, gap_bytes: int, wasted_bytes: int, wanted_bytes: int) -> bool:
         """Whether a gap is read rather than skipped, in a read that wants and wastes so much already."""
@@ -119,10 +98,6 @@ class ReadPolicy:
     def is_shared(self, times_wanted: int, *, has_gaps: bool) -> bool:
         """Whether other ranks of this host are about to read the same; they want the gaps that this rank does not."""
         return times_wanted > (0 if has_gaps else 1)
-
-    def stream_bytes(self, *, shared: bool) -> int:
-        """How much one thread should read in order; 0: any read by any thread."""
-        return 0 if self.opens_ahead or self.modes[shared] == "auto" else STREAM_BYTES
 
 
 _T = TypeVar("_T")

@@ -96,28 +96,20 @@ class CheckpointReader:
         self._located: Located = {}
         self._checked: set[str] = set()  # data files that have been compared with the index
         self._open: OpenFiles | None = None
-        self._decoder = ItemDecoder(self._opened, self.options, self.stats)
+        self._decoder = ItemDecoder(self.files_stay_open, self.options, self.stats)
 
     @contextmanager
-    def _opened(self) -> Iterator[OpenFiles]:
-        """Data files of this checkpoint; in `files_stay_open` those that were opened before are still open."""
+    def files_stay_open(self) -> Iterator[OpenFiles]:
+        """Data files of this checkpoint: within the outermost block they are opened once, whatever is read of them."""
         if self._open is not None:
             yield self._open
             return
-        files = OpenFiles(self._files, self.options.page_cache, lambda: self.index, self._checked)
+        self._open = files = OpenFiles(self._files, self.options.page_cache, lambda: self.index, self._checked)
         try:
             yield files
         finally:
+            self._open = None
             files.close()
-
-    @contextmanager
-    def files_stay_open(self) -> Iterator[None]:
-        """Within the block files are opened once, whatever is read of them."""
-        with self._opened() as self._open:
-            try:
-                yield
-            finally:
-                self._open = None
 
     @property
     def index(self) -> CheckpointIndex:
@@ -147,7 +139,7 @@ class CheckpointReader:
         anything is read; `CorruptCheckpointError` for stored chunks and items that cannot be, `ChecksumError` for bytes
         that are not as written: some destinations may be filled then.
         """
-        with self.conversions.of_one_load(), self._opened() as files:
+        with self.conversions.of_one_load(), self.files_stay_open() as files:
             plan = LoadPlan(self.index, self.conversions, files.policy)
             plan.add(requests)
             for turn in plan.turns():

@@ -584,7 +584,7 @@ class TensorReads:
         later = iter(files if ahead else ())
         yield from islice(later, ahead)
         current = None
-        for stream_bytes, some in groupby(spans, lambda span: self._policy.stream_bytes(shared=self._is_shared(span))):
+        for stream_bytes, some in groupby(spans, lambda span: self._policy.stream_bytes[self._is_shared(span)]):
             for stream in batches(some, lambda span: span.stop - span.start, stream_bytes):
                 if stream[0].file != current:
                     current = stream[0].file

@@ -38,7 +38,7 @@ from mcore_ckpt.format.index import MAX_INFLATION, CheckpointIndex, PackedTensor
 from mcore_ckpt.format.integrity import BLOCK_BYTES, tells_save
 from mcore_ckpt.format.item import LocatedTensor, verify_records
 from mcore_ckpt.format.metadata_read import checked_footer, index_name, read_index
-from mcore_ckpt.load.ranges import ReadPolicy
+from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_GAP_BYTES, MODES, STREAM_BYTES, ReadPolicy
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, FileVersion, RangeReader, Storage, align_up
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -153,7 +153,14 @@ class OpenFiles:
         index: Callable[[], CheckpointIndex] | None,
         checked: set[str] | None = None,
     ) -> None:
-        self.policy = ReadPolicy.of(storage, page_cache)
+        modes = MODES[page_cache]
+        # Where a request costs more, longer gaps are read. Where an open takes one, no thread has a file for itself.
+        self.policy = ReadPolicy(
+            max_gap_bytes=max(MAX_GAP_BYTES, storage.request_bytes),
+            cheap_gap_bytes=max(CHEAP_GAP_BYTES, storage.request_bytes),
+            modes=modes,
+            stream_bytes=[0 if storage.open_ahead or mode == "auto" else STREAM_BYTES for mode in modes],
+        )
         self._index, self._checked = index, set() if checked is None else checked
         self._storage = storage
         self.open_ahead, self.reads_at_once = storage.open_ahead, storage.reads_at_once
@@ -171,7 +178,7 @@ class OpenFiles:
         page cache, for the other ranks of this host, if the options leave that open.
         """
         policy = self.policy
-        key = name, policy.modes[keeps], threading.get_ident() if policy.stream_bytes(shared=keeps) else 0
+        key = name, policy.modes[keeps], threading.get_ident() if policy.stream_bytes[keeps] else 0
         with self._lock:
             opening = self._opening.setdefault(key, threading.Lock())
         with opening:

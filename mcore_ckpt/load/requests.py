@@ -233,11 +233,6 @@ def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
     return 0
 
 
-def can_be_filled(tensor: torch.Tensor) -> bool:
-    """Whether what is written to a tensor stays anywhere: not in one that only describes a tensor, as fake ones do."""
-    return not tensor.is_meta and (type(tensor) in PLAIN or tensor.untyped_storage().device.type != "meta")
-
-
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """First byte and end of a tensor's memory, gaps included; None if it has none of its own."""
     if tensor.layout is not torch.strided or not tensor.numel():
@@ -564,7 +559,7 @@ class LoadPlan:
             dtype = stored_dtype(entry)
             if tensor.dtype is not dtype:
                 self._conversions.note(fqn, dtype, tensor.dtype)
-            if not can_be_filled(tensor):
+            if tensor.is_meta or (type(tensor) not in PLAIN and tensor.untyped_storage().device.type == "meta"):  # fake
                 raise LoadError(
                     f"{fqn}: the destination ({type(tensor).__name__}) is on the meta device, and what is loaded would "
                     "be lost; put it on a device first (`to_empty`), or leave it out of the load"

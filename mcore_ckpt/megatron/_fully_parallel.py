@@ -16,20 +16,17 @@ import pickle
 import secrets
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.megatron.calls import MegatronSave, current_save, in_progress
+from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.megatron.calls import MegatronSave, current_save, in_progress, wrapper_group
 from mcore_ckpt.megatron.versions import MegatronErrors, megatron_module
 from mcore_ckpt.state.plan_check import Accesses
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves
@@ -46,18 +43,6 @@ class _Agreed:
     name: bytes  # the same on all ranks, and of no other agreement
     distribution: Any  # Megatron's `ShardDistribution`
     mains_are_saved: bool = False  # what the ranks save are the group's main replicas, each once
-
-
-def _served_group(wrapper: Any) -> Callable[[], RankGroup] | None:
-    """The ranks over which a wrapper distributes a save in this package's way; None: in another way. Collective."""
-    of_base = getattr(wrapper.base_strategy, "options", None)
-    if not isinstance(of_base, SaveOptions):
-        return None
-    keeps = wrapper.do_cache_distribution or getattr(wrapper, "pg_cache_path", None) is not None
-    if keeps or getattr(wrapper, "replicate_local_replicas", False):
-        return None
-    group = wrapper.parallelization_group
-    return None if dist.get_world_size(group) == 1 else partial(coordination_group, group)
 
 
 # --- what Megatron calls ----------------------------------------------------------------------------------------------
@@ -82,8 +67,9 @@ def distributing(stock: Any) -> Any:
         if (call := current_save()) is None:  # not within Megatron's `save`
             with in_progress(MegatronSave()):
                 return apply_saving_parallelization(self, sharded_state_dict, *args, **kwargs)
-        group_of = _served_group(self)
-        if group_of is None:
+        keeps = self.do_cache_distribution or getattr(self, "pg_cache_path", None) is not None
+        group_of = wrapper_group(self)
+        if keeps or getattr(self, "replicate_local_replicas", False) or group_of is None:
             if call.meets_in is not None:
                 with MegatronErrors():
                     group = call.meets_in()

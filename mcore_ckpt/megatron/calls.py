@@ -262,7 +262,9 @@ _logger = logger_of(f"{CHECKPOINTING}.validation")
 @contextmanager
 def one_save(strategy: Any, strategy_class: type) -> Iterator[MegatronSave]:
     """A call of Megatron's `save`: what it asks to be validated is noted; early errors reach all ranks."""
-    meets_in, strategy = _first_group(strategy), unwrapped(strategy)
+    # To 0.18 Megatron writes the common state ahead, on all ranks.
+    is_first = differences().common_state_is_an_object and dist.is_initialized()
+    meets_in, strategy = wrapper_group(strategy) if is_first else None, unwrapped(strategy)
     is_validated = strategy is None or type(strategy) is strategy_class
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
     # Ranks exchange or compare other things by other values. The exchange that comes first says whether they are alike.
@@ -271,13 +273,11 @@ def one_save(strategy: Any, strategy_class: type) -> Iterator[MegatronSave]:
         yield call
 
 
-def _first_group(strategy: Any) -> Callable[[], RankGroup] | None:
-    """The ranks of a save's first exchange; None: all, as to 0.18, where Megatron writes the common state ahead."""
-    if not (differences().common_state_is_an_object and dist.is_initialized()):
+def wrapper_group(wrapper: Any) -> Callable[[], RankGroup] | None:
+    """The ranks over which a fully parallel wrapper distributes saves of this package, if there are several."""
+    if not isinstance(getattr(getattr(wrapper, "base_strategy", None), "options", None), SaveOptions):
         return None
-    if not isinstance(getattr(getattr(strategy, "base_strategy", None), "options", None), SaveOptions):
-        return None
-    group = strategy.parallelization_group
+    group = wrapper.parallelization_group
     return None if dist.get_world_size(group) == 1 else functools.partial(coordination_group, group)
 
 

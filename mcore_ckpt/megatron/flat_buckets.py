@@ -70,11 +70,23 @@ def asking_for_own_ranges(
 
 
 def setting_own_ranges(stock: Any, optimizer: Any, state_dict: Any) -> None:
-    """`load_parameter_state_from_fully_reshardable`, of what the function above has asked for."""
-    if OWN_RANGES in state_dict:
-        _set_own_ranges(optimizer, state_dict)
-    else:
+    """`load_parameter_state_from_fully_reshardable`, of what the function above has asked for: the optimizer takes its
+    states, in whose memory most of them are already.
+    """
+    if OWN_RANGES not in state_dict:
         stock(optimizer, state_dict)
+        return
+    with torch.no_grad():
+        for number, (parameter, states, parts) in enumerate(state_dict[OWN_RANGES]):
+            for state, of_state in parts.items():
+                for n, part in enumerate(of_state):
+                    found = state_dict[number][state][n]
+                    if found.data_ptr() != part.data_ptr():  # as a fully parallel load hands it over
+                        part.copy_(found.view(part.shape))
+            optimizer._set_main_param_and_optimizer_states(parameter, states)  # noqa: SLF001
+        # An offloaded optimizer has copies.
+        if (sync := getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)) is not None:
+            sync()
 
 
 class _OwnParameter(NamedTuple):
@@ -83,21 +95,6 @@ class _OwnParameter(NamedTuple):
     parameter: Any
     states: dict[str, Any]
     parts: dict[str, list[torch.Tensor]]
-
-
-@torch.no_grad()
-def _set_own_ranges(optimizer: Any, loaded: dict[Any, Any]) -> None:
-    """Let the optimizer take its states, in whose memory most of them are already."""
-    for number, (parameter, states, parts) in enumerate(loaded[OWN_RANGES]):
-        for state, of_state in parts.items():
-            for n, part in enumerate(of_state):
-                found = loaded[number][state][n]
-                if found.data_ptr() != part.data_ptr():  # as a fully parallel load hands it over
-                    part.copy_(found.view(part.shape))
-        optimizer._set_main_param_and_optimizer_states(parameter, states)  # noqa: SLF001
-    # An offloaded optimizer has copies.
-    if (sync := getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)) is not None:
-        sync()
 
 
 @dataclass(frozen=True, slots=True)

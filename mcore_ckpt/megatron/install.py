@@ -62,7 +62,6 @@ from mcore_ckpt.megatron.versions import (
     OPTIMIZER,
     TESTED_VERSIONS,
     MegatronErrors,
-    Patches,
     installed_version_text,
     let_bridge_name_its_manager,
     megatron_module,
@@ -127,9 +126,18 @@ def uninstall() -> None:
         SaveError: a queue of Megatron's or of nvidia-resiliency-ext still holds a save; finalize it first. Queues of
             this package finalize theirs afterwards, too.
     """
-    if patches.replaced():
-        require_idle()
-        patches.undo()
+    if not patches.replaced():
+        return
+    waiting = sum(served_queue(queue).get_num_unfinalized_calls() for queue in list(_served))
+    if waiting:
+        raise SaveError(
+            f"{waiting} async saves are not finalized yet, and the stock queue could not finish them; call "
+            "maybe_finalize_async_calls(blocking=True) first"
+        )
+    for queue in list(_served):
+        vars(queue).pop(_ATTRIBUTE, None)
+    _served.clear()
+    patches.undo()
 
 
 # Methods of Megatron's own that code written for it patches, and that saves and loads of this package do not call.
@@ -157,7 +165,7 @@ def _warn_of_patched_methods() -> None:
 def _replace_all() -> None:
     _check_contract()
     _warn_of_patched_methods()
-    supply(patches)
+    supply()
     found = []
     for name in CONTRACT:
         if name.made is None or not name.belongs_to(megatron_version()[:2]) or (owner := owner_of(name)) is None:
@@ -165,7 +173,9 @@ def _replace_all() -> None:
         attribute = name.name.rpartition(".")[2]
         found.append((owner, attribute, name.made(getattr(owner, attribute))))
     patches.replace_all(found)
-    change_when_imported()
+    _change_modules()
+    if _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
     if has_nvrx() and (core := nvrx_core()) is not None:
         served(core.AsyncCallsQueue)
     serve_with_numpy_2(patches)
@@ -212,7 +222,7 @@ def has_nvrx() -> bool:
     return not is_supplied and find_spec(NVRX) is not None
 
 
-def supply(patches: Patches) -> None:
+def supply() -> None:
     """Put the modules in place unless NVRx is installed; all else of it stays missing."""
     if has_nvrx():
         return
@@ -289,19 +299,6 @@ def served_queue(queue: Any) -> AsyncCallsQueue:
     return ours
 
 
-def require_idle() -> None:
-    """Raise `SaveError` unless every save of every served queue has been finalized."""
-    waiting = sum(served_queue(queue).get_num_unfinalized_calls() for queue in list(_served))
-    if waiting:
-        raise SaveError(
-            f"{waiting} async saves are not finalized yet, and the stock queue could not finish them; call "
-            "maybe_finalize_async_calls(blocking=True) first"
-        )
-    for queue in list(_served):
-        vars(queue).pop(_ATTRIBUTE, None)
-    _served.clear()
-
-
 def served(stock: Any) -> Any:
     """A queue class of which ours serves every instance, old and new, and those of subclasses: the same class."""
 
@@ -367,13 +364,6 @@ _OF_OPTIMIZER: Final = {
 }
 
 
-def change_when_imported() -> None:
-    """Let loads end with a certificate, and buckets say what lies in them: now, or when their modules are imported."""
-    _change_modules()
-    if _AfterImport not in sys.meta_path:
-        sys.meta_path.insert(0, _AfterImport)
-
-
 class _AfterImport:
     """Finds nothing by itself. Asked for one of the modules, it changes that when it has been imported; where another
     finder was asked first, it does so at the next import of any module.
@@ -407,18 +397,19 @@ class _AfterImport:
 
 
 def _change_modules() -> None:
+    """Let loads end with a certificate, and buckets say what lies in them, as far as their modules are imported."""
     for module, names in _CERTIFIED.items():
         _certify_module(module, names)
     managers = ((_VERL, "MegatronCheckpointManager", _parts_of_verl), (_SKYRL, "MegatronStrategy", _parts_of_skyrl))
     for module, name, parts in managers:
         manager: Any = getattr(sys.modules.get(module), name, None)
         if hasattr(manager, "load_checkpoint") and not hasattr(manager.load_checkpoint, "__wrapped__"):
-            patches.replace(manager, "load_checkpoint", _certified_parts(manager.load_checkpoint, parts))
+            patches.set(manager, "load_checkpoint", _certified_parts(manager.load_checkpoint, parts))
     optimizer = getattr(sys.modules.get(OPTIMIZER), "DistributedOptimizer", None)
     for name, ours in _OF_OPTIMIZER.items():
         is_replaced = f"{OPTIMIZER}.DistributedOptimizer.{name}" in patches.replaced()
         if name in getattr(optimizer, "__dict__", ()) and not is_replaced:
-            patches.replace(optimizer, name, _by_flat_buckets(ours, vars(optimizer)[name]))
+            patches.set(optimizer, name, _by_flat_buckets(ours, vars(optimizer)[name]))
 
 
 def _by_flat_buckets(ours: str, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -323,16 +323,10 @@ _FROZEN_OR_NEW: Final = "it was frozen in the job that saved them, or is new in 
 class _Part(NamedTuple):
     """A stored slice of a parameter."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    slice: Box  # of the parameter
     bucket: str  # key without the state
     first: int  # element of the bucket
     strides: tuple[int, ...]  # in it
-
-    @property
-    def slice(self) -> Box:
-        """The slice of the parameter."""
-        return Box(self.offsets, self.sizes)
 
 
 @dataclass(slots=True)
@@ -343,9 +337,8 @@ class _Parameter:
 
     def overlapping(self, box: Box) -> list[_Part]:
         """Parts that may overlap a slice."""
-        self.lookup = self.lookup or ChunkLookup(
-            [part.offsets for part in self.parts], [part.sizes for part in self.parts]
-        )
+        slices = [part.slice for part in self.parts] if self.lookup is None else []
+        self.lookup = self.lookup or ChunkLookup([box.offsets for box in slices], [box.sizes for box in slices])
         return [self.parts[number] for number in self.lookup.near(box)]
 
 
@@ -401,8 +394,8 @@ class BucketReads:
                         f"{list(region.form.shape)} in that of {table.buckets[region.bucket]}"
                     )
                 if not region.is_copy:
-                    (_, sizes, strides), bucket = region.form, table.buckets[region.bucket]
-                    known.parts.append(_Part(region.offsets, sizes, bucket, region.first, strides))
+                    bucket = table.buckets[region.bucket]
+                    known.parts.append(_Part(region.slice, bucket, region.first, region.form.strides))
 
     def __contains__(self, key: str) -> bool:
         """Whether that is the key of a state of a parameter that the buckets have, and no tensor is stored under it."""
@@ -465,7 +458,7 @@ class BucketReads:
         if tuple(shard.global_shape) != parameter.shape:
             data.zero_()
         for part, share in shares:
-            inside = relative(share, part.offsets).offsets
+            inside = relative(share, part.slice.offsets).offsets
             first = part.first + sum(map(operator.mul, inside, part.strides))
             yield from _covering(
                 f"{part.bucket}.{state}", first, part.strides, narrow(data, relative(share, requested.offsets))

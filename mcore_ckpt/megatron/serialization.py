@@ -412,16 +412,9 @@ def config_in_place(stock: Any) -> Any:
                     directory,
                 )
             return None
-        values = {
-            "sharded_backend": found.backend,
-            "sharded_backend_version": found.version,
-            "common_backend": found.common_backend,
-            "common_backend_version": found.common_version,
-        }
         config_class = megatron_module("core").CheckpointingConfig  # which no longer has the last two in 0.19
-        return config_class(
-            **{field.name: values[field.name] for field in fields(config_class) if field.name in values}
-        )
+        known = {field.name for field in fields(config_class)}
+        return config_class(**{name: value for name, value in asdict(found).items() if name in known})
 
     return maybe_load_config
 

@@ -155,7 +155,10 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         if unknown:
             _name_unknown(f"{type(self).__name__}.async_save", unknown)
         with MegatronErrors(), self._begun(sharded_state_dict, checkpoint_dir, is_async=True) as transaction:
-            return async_request_class()(transaction, (), [_Commit(transaction)])
+            # Training code extends Megatron's with callbacks, from 0.20 on NVRx's.
+            module: Any = optional_module("strategies.async_utils") or nvrx_core()
+            request_class = AsyncRequest if module is None else module.AsyncRequest
+            return request_class(transaction, (), [_Commit(transaction)])
 
     @without_modes()
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, **unknown: Any) -> None:
@@ -204,12 +207,6 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         except BaseException:
             transaction.abort()
             raise
-
-
-def async_request_class() -> Any:
-    """The `AsyncRequest` that training code extends with callbacks: Megatron's, from 0.20 on NVRx's, or else ours."""
-    module: Any = optional_module("strategies.async_utils") or nvrx_core()
-    return AsyncRequest if module is None else module.AsyncRequest
 
 
 class _Commit:

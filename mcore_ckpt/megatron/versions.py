@@ -90,12 +90,8 @@ class Patches:
         self._changes.append(_Change(owner, name, original, replacement))
         self._originals[_dotted(owner, name)] = None if original is _ABSENT else original
 
-    def replace(self, owner: Any, name: str, replacement: Any) -> None:
-        """Set an attribute of a class; of a module, also the globals of all other modules that hold the same object."""
-        self.replace_all([(owner, name, replacement)])
-
     def replace_all(self, replacements: Iterable[tuple[Any, str, Any]]) -> None:
-        """Replace each (owner, name, replacement), and look once for the globals that hold one of the originals."""
+        """Set each (owner, name, replacement); of modules, also all other globals that hold one of the originals."""
         replaced: dict[int, _Change] = {}
         for owner, name, replacement in replacements:
             self.set(owner, name, replacement)

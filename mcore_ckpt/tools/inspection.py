@@ -345,7 +345,7 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
     return CheckpointSummary(
         path=str(directory),
         written_by="mcore_ckpt" if index.manifest is not None else "megatron" if is_of_megatron else "dcp",
-        backend=None if config is None else f"{config.backend} {config.version}",
+        backend=None if config is None else f"{config.sharded_backend} {config.sharded_backend_version}",
         iteration=iteration if isinstance(iteration, int) else None,
         save_id=None if index.manifest is None else shown_id(index.manifest.save_id),
         metadata_bytes=_sizes(directory, (METADATA_FILE,)).get(METADATA_FILE, 0),

@@ -222,7 +222,7 @@ def test_index_and_items_are_what_was_saved(name: str) -> None:
     if name in THROUGH_MEGATRON:
         config = read_config(GOLDEN / name)
         assert config is not None
-        assert (config.backend, config.version) == ("torch_dist", 1)
+        assert (config.sharded_backend, config.sharded_backend_version) == ("torch_dist", 1)
         assert all(parse_object_key(fqn) for fqn in index.objects)
 
 
