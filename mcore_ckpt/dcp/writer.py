@@ -70,7 +70,7 @@ from mcore_ckpt.format.index import (
 from mcore_ckpt.format.integrity import DATA_SUFFIX, NO_SAVE_ID, SAVE_ID_BYTES, ManifestFile, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
-from mcore_ckpt.format.state_file import warn_of_refused
+from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.image.layout import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file
 from mcore_ckpt.save.planner import check_hint, split_buckets
 from mcore_ckpt.save.staging import write_in_process

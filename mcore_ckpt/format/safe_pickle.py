@@ -8,7 +8,8 @@ what the process shares (classes, dtypes, members) has no state to set. Members 
 `LoadOptions.allowed_classes` or torch's `add_safe_globals`, are made as pickle makes them.
 
 `load_object` is the door for what `torch.save` wrote, stored objects and `common.pt`, to be used, tensors on the CPU.
-What is only looked at comes through `state_file.py`, the index through `index_pickle.py`.
+`refusals` tells what it would refuse, without making anything. What else is only looked at comes through
+`state_file.py`, the index through `index_pickle.py`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ from typing import Any, Final
 
 from mcore_ckpt.core.boxes import strides_of
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, LoadError, OptionError
 from mcore_ckpt.format.tensor_pickle import (
+    DTYPES,
     STORAGE_KINDS,
+    FileTensor,
+    NotPlainTensorError,
     StorageReference,
     WrongArgumentsError,
     checked_size,
@@ -602,3 +607,124 @@ def _run_anything(content: bytes, where: str) -> Any:
         failed = NotRebuiltError.of(error, "what is stored")
         failed.__cause__ = error
         raise failed.as_load_error(where) from failed
+
+
+# ------------------------------------------------------------------------------------------- what is only looked at
+
+
+class _DtypeName(str):
+    __slots__ = ()
+
+
+class TensorNotes(ObjectRules):
+    """As for stored objects; tensors are noted, and what is not known is inert."""
+
+    advice = ""
+
+    def __init__(self) -> None:
+        super().__init__(import_classes=False)
+
+    def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
+        try:
+            return super().named(full_name)
+        except KeyError:
+            return None
+
+    def referred(self, reference: Any) -> StorageReference:
+        return stored_storage(reference)
+
+    def _tensor(
+        self, storage: Any, dtype: Any, place: tuple[Any, Any, Any], grad: Any, hooks: Any, flags: Any
+    ) -> FileTensor:
+        if type(grad) is not bool or hooks or flags:
+            raise NotPlainTensorError("a tensor with hooks or flags (conjugated, negated)")
+        kind = type(dtype)  # a dtype of torch's, or its name; nothing else is printed, since it may be without end
+        is_dtype = kind is _DtypeName or kind is str or (kind.__module__, kind.__name__) == ("torch", "dtype")
+        return described(storage, str(dtype).removeprefix("torch.") if is_dtype else f"a {kind.__name__}", *place)
+
+    def _parameter(self, data: Any, *_: Any) -> FileTensor:
+        if type(data) is not FileTensor:
+            raise WrongArgumentsError("a parameter of a tensor")
+        return data
+
+    def _attributed(self, tensor: Any, kind: Any, state: Any) -> Any:
+        return tensor  # without attributes of Megatron's on it (`tensor_model_parallel`, ...)
+
+
+BESIDE_TENSORS: Final[dict[str, tuple[Any, Maker | None]]] = {
+    **{f"torch.{name}": (_DtypeName(name), None) for name in DTYPES},
+    **{name: (name, None) for name in ("torch.Tensor", "torch.nn.parameter.Parameter")},
+    "collections.OrderedDict": (dict, Maker(dict)),
+}
+
+
+class _LoadRules(TensorNotes):
+    """Rules of a load that collect the names it refuses. Nothing is called that the user vouches for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: dict[str, str] = {}
+
+    def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
+        if full_name.startswith("torch.") and full_name in BESIDE_TENSORS:
+            return BESIDE_TENSORS[full_name]
+        try:
+            found = ObjectRules.named(self, full_name)
+        except KeyError:
+            self.refused[full_name] = f"{full_name}, which is not among the classes that stored objects may contain"
+            return None
+        return None if found and found[1] and found[1].is_vouched else found
+
+    def _tensor(
+        self, storage: Any, dtype: Any, place: tuple[Any, Any, Any], grad: Any, hooks: Any, flags: Any
+    ) -> FileTensor:
+        return super()._tensor(storage, dtype, place, grad, hooks, None)  # loads take conjugated and negated ones
+
+    def _attributed(self, tensor: Any, kind: Any, state: Any) -> Any:
+        if kind not in BESIDE_TENSORS:
+            raise WrongArgumentsError("expected a tensor or parameter, and no class of the user's")
+        return tensor
+
+
+def refusals(content: bytes | memoryview, where: str) -> dict[str, str]:
+    """Parts of a stored object that loads refuse, in words, by the class that has to be allowed for each."""
+    return _refused_in(_pickle_in(content, where), where)
+
+
+def _pickle_in(content: bytes | memoryview, where: str) -> bytes | None:
+    try:
+        return plain_content(archive_of(content, where), "data.pkl")
+    except Exception:  # noqa: BLE001  (what is damaged is told elsewhere)
+        return None
+
+
+def _refused_in(pickle: bytes | None, where: str) -> dict[str, str]:
+    rules = _LoadRules()
+    try:
+        if pickle is not None:
+            unpickle(pickle, rules, where)
+    except CheckpointError as error:
+        rules.refused[ANY_CLASS] = f"what loads do not read ({error.__cause__ or error})"
+    return rules.refused
+
+
+_looked_at: Final[dict[str, int]] = {}  # CRC-32 of the last pickle, by key
+_told: Final[set[tuple[str, str]]] = set()
+
+
+def warn_of_refused(key: str, content: bytes | memoryview) -> None:
+    """Before an object is saved: warn, once of each class, if loads will refuse it."""
+    pickle = _pickle_in(content, key)
+    crc = crc32(pickle or b"")
+    if _looked_at.get(key) == crc:
+        return
+    _looked_at[key] = crc
+    for name, held in _refused_in(pickle, key).items():
+        told = (name, key if name == ANY_CLASS else "")
+        if told not in _told:
+            _told.add(told)
+            _logger.warning(
+                "%s: holds %s: loads refuse it without MCORE_CKPT_ALLOWED_CLASSES=%s. Save plain values instead, or "
+                "set that in the jobs that load",
+                *(key, held, name),
+            )

@@ -3,7 +3,6 @@
     read_state_file(read, ...)   a state dict; each tensor becomes a note of where its elements lie
     read_tensor_outline(...)     an item that holds one tensor, of any form
     read_plain(content, ...)     a stored object; every class stays an inert `Opaque`; without torch
-    refusals(content, ...)       the parts of a stored object that loads refuse
 
 A state dict may name what stored objects may (`safe_pickle.py`), but for one thing, since such files hold the arguments
 of a job and anything that its user added: what is not known, or not imported, stays an `Opaque` instead of an error;
@@ -19,20 +18,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
-from mcore_ckpt.format.safe_pickle import ANY_CLASS, ObjectRules, plain_content
+from mcore_ckpt.format.safe_pickle import BESIDE_TENSORS, TensorNotes, plain_content
 from mcore_ckpt.format.tensor_pickle import (
-    DTYPES,
     STORAGE_KINDS,
     FileTensor,
     NotPlainTensorError,
     StorageReference,
     WrongArgumentsError,
     contiguous,
-    described,
-    stored_storage,
 )
 from mcore_ckpt.format.unpickler import Maker, Opaque, Rules, check_hashable, opaque_kind, unpickle
 from mcore_ckpt.format.zip_records import Archive, ItemBytes, archive_of
@@ -54,49 +48,23 @@ class StateFile:
     records: dict[str, StateRecord]
 
 
-class _TensorNotes(ObjectRules):
-    """As for stored objects; tensors are noted, and what is not known is inert."""
+class _OfFile(TensorNotes):
+    """Each tensor has its storage in the file."""
 
-    advice = ""
-
-    def __init__(self, where: str = "", records: dict[str, StateRecord] | None = None) -> None:
-        super().__init__(import_classes=False)
+    def __init__(self, where: str, records: dict[str, StateRecord]) -> None:
+        super().__init__()
         self._where, self._records = where, records
 
-    def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
-        try:
-            return super().named(full_name)
-        except KeyError:
-            return None
-
     def referred(self, reference: Any) -> StorageReference:
-        storage = stored_storage(reference)
-        if self._records is not None:
-            record = self._records.get(storage.record)
-            if record is None or record.nbytes != storage.nbytes:
-                held = "none" if record is None else f"{record.nbytes} bytes"
-                raise CorruptCheckpointError(
-                    f"{self._where}: storage {storage.record:.40} of {storage.nbytes} bytes: the archive holds {held}; "
-                    "the file is truncated or damaged. Restore it from another copy, or take an earlier checkpoint"
-                )
+        storage = super().referred(reference)
+        record = self._records.get(storage.record)
+        if record is None or record.nbytes != storage.nbytes:
+            held = "none" if record is None else f"{record.nbytes} bytes"
+            raise CorruptCheckpointError(
+                f"{self._where}: storage {storage.record:.40} of {storage.nbytes} bytes: the archive holds {held}; "
+                "the file is truncated or damaged. Restore it from another copy, or take an earlier checkpoint"
+            )
         return storage
-
-    def _tensor(
-        self, storage: Any, dtype: Any, place: tuple[Any, Any, Any], grad: Any, hooks: Any, flags: Any
-    ) -> FileTensor:
-        if type(grad) is not bool or hooks or flags:
-            raise NotPlainTensorError("a tensor with hooks or flags (conjugated, negated)")
-        kind = type(dtype)  # a dtype of torch's, or its name; nothing else is printed, since it may be without end
-        is_dtype = kind is _DtypeName or kind is str or (kind.__module__, kind.__name__) == ("torch", "dtype")
-        return described(storage, str(dtype).removeprefix("torch.") if is_dtype else f"a {kind.__name__}", *place)
-
-    def _parameter(self, data: Any, *_: Any) -> FileTensor:
-        if type(data) is not FileTensor:
-            raise WrongArgumentsError("a parameter of a tensor")
-        return data
-
-    def _attributed(self, tensor: Any, kind: Any, state: Any) -> Any:
-        return tensor  # without attributes of Megatron's on it (`tensor_model_parallel`, ...)
 
 
 def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: str) -> StateFile:
@@ -115,7 +83,7 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
                 crc = record.crc32 if archive.has_checksums else None
                 records[number] = StateRecord(archive.start(record), record.stored_bytes, crc)
         pickled = archive.content(archive.record("data.pkl"))
-        return StateFile(unpickle(pickled, _TensorNotes(where, records), where), records)
+        return StateFile(unpickle(pickled, _OfFile(where, records), where), records)
 
 
 @contextmanager
@@ -153,99 +121,15 @@ def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, wher
     )
 
 
-class _DtypeName(str):
-    __slots__ = ()
-
-
-class _LoadRules(_TensorNotes):
-    """Rules of a load that collect the names it refuses. Nothing is called that the user vouches for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refused: dict[str, str] = {}
-
-    def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
-        if full_name.startswith("torch.") and full_name in _BESIDE_TENSORS:
-            return _BESIDE_TENSORS[full_name]
-        try:
-            found = ObjectRules.named(self, full_name)
-        except KeyError:
-            self.refused[full_name] = f"{full_name}, which is not among the classes that stored objects may contain"
-            return None
-        return None if found and found[1] and found[1].is_vouched else found
-
-    def _tensor(
-        self, storage: Any, dtype: Any, place: tuple[Any, Any, Any], grad: Any, hooks: Any, flags: Any
-    ) -> FileTensor:
-        return super()._tensor(storage, dtype, place, grad, hooks, None)  # loads take conjugated and negated ones
-
-    def _attributed(self, tensor: Any, kind: Any, state: Any) -> Any:
-        if kind not in _BESIDE_TENSORS:
-            raise WrongArgumentsError("expected a tensor or parameter, and no class of the user's")
-        return tensor
-
-
-def refusals(content: bytes | memoryview, where: str) -> dict[str, str]:
-    """Parts of a stored object that loads refuse, in words, by the class that has to be allowed for each."""
-    return _refused_in(_pickle_in(content, where), where)
-
-
-def _pickle_in(content: bytes | memoryview, where: str) -> bytes | None:
-    try:
-        return plain_content(archive_of(content, where), "data.pkl")
-    except Exception:  # noqa: BLE001  (what is damaged is told elsewhere)
-        return None
-
-
-def _refused_in(pickle: bytes | None, where: str) -> dict[str, str]:
-    rules = _LoadRules()
-    try:
-        if pickle is not None:
-            unpickle(pickle, rules, where)
-    except CheckpointError as error:
-        rules.refused[ANY_CLASS] = f"what loads do not read ({error.__cause__ or error})"
-    return rules.refused
-
-
-_logger = logger_of(__name__)
-_looked_at: Final[dict[str, int]] = {}  # CRC-32 of the last pickle, by key
-_told: Final[set[tuple[str, str]]] = set()
-
-
-def warn_of_refused(key: str, content: bytes | memoryview) -> None:
-    """Before an object is saved: warn, once of each class, if loads will refuse it."""
-    pickle = _pickle_in(content, key)
-    crc = crc32(pickle or b"")
-    if _looked_at.get(key) == crc:
-        return
-    _looked_at[key] = crc
-    for name, held in _refused_in(pickle, key).items():
-        told = (name, key if name == ANY_CLASS else "")
-        if told not in _told:
-            _told.add(told)
-            _logger.warning(
-                "%s: holds %s: loads refuse it without MCORE_CKPT_ALLOWED_CLASSES=%s. Save plain values instead, or "
-                "set that in the jobs that load",
-                *(key, held, name),
-            )
-
-
-_BESIDE_TENSORS: Final[dict[str, tuple[Any, Maker | None]]] = {
-    **{f"torch.{name}": (_DtypeName(name), None) for name in DTYPES},
-    **{name: (name, None) for name in ("torch.Tensor", "torch.nn.parameter.Parameter")},
-    "collections.OrderedDict": (dict, Maker(dict)),
-}
-
-
-class _OneTensor(_TensorNotes):
+class _OneTensor(TensorNotes):
     """Rules for the pickle of one tensor, without torch."""
 
     def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
         if full_name in self._functions or full_name in STORAGE_KINDS:
             return super().named(full_name)
-        if full_name not in _BESIDE_TENSORS:
+        if full_name not in BESIDE_TENSORS:
             raise NotPlainTensorError(f"call of {full_name:.200}")
-        return _BESIDE_TENSORS[full_name]
+        return BESIDE_TENSORS[full_name]
 
 
 @lru_cache(maxsize=4096)

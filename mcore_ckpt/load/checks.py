@@ -32,7 +32,7 @@ from mcore_ckpt.format.index import (
 from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, TABLE_HEAD, Columns, FileFooter, split_metadata
 from mcore_ckpt.format.item import Forms, element_bytes, locate_tensor
 from mcore_ckpt.format.metadata_read import METADATA_FILE, checked_footer, parse_index, read_small_file
-from mcore_ckpt.format.state_file import refusals
+from mcore_ckpt.format.safe_pickle import refusals
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.ranges import WINDOW_BYTES, Extent, ReadPolicy, Span, coalesce
 from mcore_ckpt.load.records import (

@@ -60,8 +60,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.format.state_file import warn_of_refused
+from mcore_ckpt.format.safe_pickle import load_object, warn_of_refused
 from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.records import replaced_error

@@ -42,7 +42,7 @@ from mcore_ckpt.format.integrity import (
     with_id,
 )
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.state_file import warn_of_refused
+from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.format.zip_records import with_members
 from mcore_ckpt.image.layout import (
     BucketLayout,

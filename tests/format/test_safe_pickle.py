@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
-from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.format.state_file import read_plain, refusals
+from mcore_ckpt.format.safe_pickle import load_object, refusals
+from mcore_ckpt.format.state_file import read_plain
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 

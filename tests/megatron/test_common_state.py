@@ -26,7 +26,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.iterations import flaw_of_files
-from mcore_ckpt.format import state_file
+from mcore_ckpt.format import safe_pickle
 from mcore_ckpt.megatron.versions import differences
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage.resolve import LocalStorage
@@ -205,7 +205,7 @@ class Custom:
 
 @launched
 def test_a_class_that_loads_refuse_is_told_when_it_is_saved(directory: Path) -> None:
-    state_file._told.clear()  # the class may have been saved by this process before
+    safe_pickle._told.clear()  # the class may have been saved by this process before
     with kept_log() as said:
         dist_checkpointing.save({**state(1), "args": {"kind": Custom}}, str(directory))
     assert [text for text in said if f"{__name__}.Custom" in text and "loads refuse it" in text]
