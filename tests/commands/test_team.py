@@ -25,6 +25,7 @@ from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.target_directory import target_folder
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 from tests.support.local_files import contents, flip
+from tests.support.meanwhile import behind
 from tests.support.model_like import read_all, write_model
 from tests.support.object_server import free_port
 
@@ -130,14 +131,7 @@ def test_an_error_of_one_rank_is_that_of_all_and_leaves_nothing(folder: Path) ->
 
 
 def dies_after(rank: int, port: int, where: Path, step: str) -> list[Shown]:
-    stock = getattr(conversion, step)
-
-    def do_and_die(*given: Any, **named: Any) -> None:
-        stock(*given, **named)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with mock.patch.object(conversion, step, do_and_die):
+    with behind(conversion, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None):
         return in_rank(rank, [port], ["reshard ckpt t --tp 4"], where)
 
 

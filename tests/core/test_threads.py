@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from mcore_ckpt.core.process import Crew, in_parallel
+from tests.support.meanwhile import behind
 from tests.support.processes import in_child, suspend
 
 pytestmark = pytest.mark.quick
@@ -53,27 +54,22 @@ def test_the_first_error_is_raised_and_what_had_not_begun_is_dropped(
 
 
 @pytest.mark.parametrize("interrupted", [1, 3])
-def test_nobody_works_on_when_starting_threads_was_interrupted(
-    interrupted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_works_on_when_starting_threads_was_interrupted(interrupted: int) -> None:
     started: list[threading.Thread] = []
-    start = threading.Thread.start
 
-    def interrupted_start(thread: threading.Thread) -> None:
+    def interrupt(thread: threading.Thread) -> None:
         started.append(thread)
-        start(thread)
         if len(started) == interrupted:
             time.sleep(0.02)  # so that it is at work
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
     done: list[int] = []
 
     def work(task: int) -> None:
         time.sleep(0.001)
         done.append(task)
 
-    with pytest.raises(KeyboardInterrupt):
+    with behind(threading.Thread, "start", interrupt), pytest.raises(KeyboardInterrupt):
         in_parallel(range(5000), work, 4)
     left = len(done)
     for thread in started:

@@ -33,6 +33,7 @@ from tests.directory import commit_model
 from tests.directory.test_publish import file_of, save, sealed
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import names
+from tests.support.meanwhile import ahead_of, once
 from tests.support.processes import exit_code, fork, in_child
 
 OPTIONS = SaveOptions()
@@ -130,21 +131,12 @@ def test_a_save_that_is_killed_at_any_step_is_completed_or_gone(exists: bool, tm
 
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("work", ["a removal of keys", "an acceptance of the common state"])
-def test_a_tool_that_is_stopped_changes_nothing_of_the_save_after_it(
-    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tool_that_is_stopped_changes_nothing_of_the_save_after_it(work: str, tmp_path: Path) -> None:
     first = save_on(LocalStorage(tmp_path), b"first")
     (tmp_path / COMMON_FILE).write_bytes(b"changed")
     other: list[str] = []
-    real = Commit.publish
-
-    def late(commit: Commit, *arguments: Any, **more: Any) -> None:
-        monkeypatch.setattr(Commit, "publish", real)
-        other.append(save_on(LocalStorage(tmp_path), b"other"))
-        real(commit, *arguments, **more)
-
-    monkeypatch.setattr(Commit, "publish", late)
-    with pytest.raises(SaveError, match="has lost: another save"):
+    late = ahead_of(Commit, "publish", once(lambda: other.append(save_on(LocalStorage(tmp_path), b"other"))))
+    with late, pytest.raises(SaveError, match="has lost: another save"):
         remove_tensors(tmp_path, first) if work == "a removal of keys" else accept_common_file(tmp_path)
     check_holds(tmp_path, other[0], b"other")
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory import copying, in_force, iterations
+from mcore_ckpt.directory import copying, iterations
 from mcore_ckpt.directory.in_force import pending_name, saves_of
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.publish import remove_tensors
@@ -26,6 +26,7 @@ from mcore_ckpt.tools import keys, verify
 from mcore_ckpt.tools.keys import read_plain_state
 from mcore_ckpt.tools.runs import copy_checkpoint
 from mcore_ckpt.tools.verify import accept_common_file, repair_checkpoint, verify_checkpoint
+from tests.support.meanwhile import behind, once
 
 
 def common(iteration: int) -> dict[str, Any]:
@@ -152,28 +153,18 @@ def test_what_is_made_of_a_checkpoint_is_bound_to_its_common_state(
         load_common(made)
 
 
-def test_a_common_state_that_is_just_given_its_name_is_not_missing(
-    a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_common_state_that_is_just_given_its_name_is_not_missing(a: Path, tmp_path: Path) -> None:
     """Of a save that is published, but was not done when its common state was looked for."""
-    waiting, choose = a / pending_name(next(iter(saves_of(read_index(a))))), in_force.common_file_in_force
-
-    def chosen_and_renamed(*arguments: Any) -> str | None:
-        name = choose(*arguments)
-        if waiting.exists():
-            waiting.rename(a / COMMON_FILE)
-        return name
-
-    for module in (copying, iterations, keys, serialization, verify):
-        monkeypatch.setattr(module, "common_file_in_force", chosen_and_renamed)
-    uses: list[Callable[[], bool]] = [
-        lambda: verify_checkpoint(a).whole,
-        lambda: look_at(a)[0].whole,
-        lambda: bool(load_common(a) == common(1)),
-        lambda: bool(read_plain_state(read_index(a))),
-        lambda: COMMON_FILE in copy_checkpoint(a, tmp_path / "copy").copied,
-    ]
-    for use in uses:
+    waiting = a / pending_name(next(iter(saves_of(read_index(a)))))
+    uses: dict[Any, Callable[[], bool]] = {
+        verify: lambda: verify_checkpoint(a).whole,
+        iterations: lambda: look_at(a)[0].whole,
+        serialization: lambda: bool(load_common(a) == common(1)),
+        keys: lambda: bool(read_plain_state(read_index(a))),
+        copying: lambda: COMMON_FILE in copy_checkpoint(a, tmp_path / "copy").copied,
+    }
+    for module, use in uses.items():
         (a / COMMON_FILE).rename(waiting)
-        assert use()
+        with behind(module, "common_file_in_force", once(lambda: waiting.rename(a / COMMON_FILE))):
+            assert use()
         assert not waiting.exists()

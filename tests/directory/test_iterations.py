@@ -17,6 +17,7 @@ from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
 from mcore_ckpt.storage.direct_io import LocalReader
 from tests.support import stored_saves
+from tests.support.meanwhile import ahead_of, behind
 from tests.support.model_like import write_model
 
 pytestmark = pytest.mark.quick
@@ -93,24 +94,18 @@ def test_no_such_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 100])
-def test_what_is_replaced_while_it_is_looked_at_is_not_incomplete(
-    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_replaced_while_it_is_looked_at_is_not_incomplete(times: int, tmp_path: Path) -> None:
     """After it was listed, and again after its index was read."""
-    checkpoint, read, left = tmp_path / "iter_0000001", iterations.read_index_and_version, iter(range(times))
+    checkpoint, left = tmp_path / "iter_0000001", iter(range(2 * times))
     stored_saves.save(checkpoint, rows=1)
 
-    def replaced(directory: Path, strict: bool) -> Any:
-        is_replaced = next(left, None) is not None
-        if is_replaced:
+    def replace(*_: Any, **__: Any) -> None:
+        if next(left, None) is not None:
             stored_saves.save(checkpoint, rows=1)
-        found = read(directory, strict=strict)
-        if is_replaced:
-            stored_saves.save(checkpoint, rows=1)
-        return found
 
-    monkeypatch.setattr(iterations, "read_index_and_version", replaced)
-    (listed,) = list_run(tmp_path).checkpoints
+    reading = iterations, "read_index_and_version", replace
+    with ahead_of(*reading), behind(*reading):
+        (listed,) = list_run(tmp_path).checkpoints
     assert listed.checkpoint.whole is (times == 1)
     assert listed.checkpoint.whole or "other saves replace it all the time" in listed.checkpoint.problems[0]
 

@@ -25,6 +25,7 @@ from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.direct_io import LocalReader
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import cached_pages, device_bytes, drop_cached, flip, has_direct_io
+from tests.support.meanwhile import ahead_of
 from tests.support.stored_layouts import whole, write_checkpoint
 
 MIB = 1024 * 1024
@@ -125,13 +126,11 @@ def test_one_thread_reads_a_stream_through_a_reader_of_its_own(saved: Path, monk
     monkeypatch.setattr(ranges, "STREAM_BYTES", 1_600_000)
     reads: dict[tuple[LocalReader, int], list[int]] = {}
 
-    def noted(reader: LocalReader, offset: int, view: memoryview, *more: Any) -> None:
+    def note(reader: LocalReader, offset: int, *_: Any) -> None:
         reads.setdefault((reader, threading.get_ident()), []).append(offset)
-        read_into(reader, offset, view, *more)
 
-    read_into = LocalReader.read_into
-    monkeypatch.setattr(LocalReader, "read_into", noted)
-    load_all(saved, LoadOptions(page_cache="on"))
+    with ahead_of(LocalReader, "read_into", note):
+        load_all(saved, LoadOptions(page_cache="on"))
     large = {key: pairwise(offsets) for key, offsets in reads.items() if len(offsets) > 2}
     assert len({reader for reader, _ in large}) == len(large)
     assert sum(not 0 < then - first <= 262_144 for pairs in large.values() for first, then in pairs) <= 4, reads

@@ -22,6 +22,7 @@ from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools import diff, inspection, verify
 from tests.support import stored_saves
 from tests.support.gloo_ranks import run_ranks
+from tests.support.meanwhile import ahead_of, behind, once
 
 WRITERS = {"ours": FileSystemWriterAsync, "stock": dcp.FileSystemWriter}
 # The keys of the second stand in another order, and take other places in the file.
@@ -139,24 +140,13 @@ LOOKS: dict[str, tuple[Any, Callable[[Path], bool]]] = {
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_a_checkpoint_that_is_replaced_right_after_its_index_was_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_replaced_right_after_its_index_was_read(name: str, tmp_path: Path) -> None:
     module, look = LOOKS[name]
     path = tmp_path / "c"
     for each in (path, tmp_path / "as before"):
         stored_saves.save(each, 1.0, rows=1)
-    read_index, replaced = module.read_index, []
-
-    def then_a_save(*arguments: Any, **options: Any) -> Any:
-        index = read_index(*arguments, **options)
-        if not replaced:
-            replaced.append(True)
-            stored_saves.save(path, 2.0, rows=1)
-        return index
-
-    monkeypatch.setattr(module, "read_index", then_a_save)
-    with pytest.raises(LoadError, match="replaced the checkpoint"):
+    a_save = once(lambda: stored_saves.save(path, 2.0, rows=1))
+    with behind(module, "read_index", a_save), pytest.raises(LoadError, match="replaced the checkpoint"):
         look(path)
     assert look(path)
 
@@ -221,14 +211,8 @@ def test_neither_tier_is_pruned_under_a_load_that_reads_there(tiers: tuple[Path,
         decisions = prune_run(other, keep_last=1, remove=True).decisions
         return next(each.reason for each in decisions if each.checkpoint.name == NAME)
 
-    reader = of_tiers(near, far, home)
-    read_data, reasons = reader.read_data, []
-
-    def after_a_prune(*args: Any) -> Any:
-        reasons.append(pruned())
-        return read_data(*args)
-
-    reader.read_data = after_a_prune  # type: ignore[method-assign]
-    assert read_of(reader) == [1.0, 1.0]
+    reasons: list[str] = []
+    with ahead_of(FileSystemReader, "read_data", lambda *_: reasons.append(pruned())):
+        assert read_of(of_tiers(near, far, home)) == [1.0, 1.0]
     assert reasons == ["a load is reading it"]
     assert pruned() == "removed"

@@ -19,8 +19,9 @@ from mcore_ckpt import (
     TorchDistSaveStrategy,
     load_sharded_optimizer_state,
 )
-from mcore_ckpt.load import reader
+from mcore_ckpt.load.reader import CheckpointReader
 from tests.support.gloo_ranks import on_ranks, run_ranks
+from tests.support.meanwhile import behind
 
 
 def whole(seed: int) -> torch.Tensor:
@@ -146,15 +147,9 @@ def test_megatron_reads_the_optimizers_part_only(rank: int, tmp_path: Path) -> N
 
     save(state(5.0), str(tmp_path), TorchDistSaveStrategy())
     dist.barrier()
-    read = []
-    original = reader.CheckpointReader.read_items
-
-    def counted(self: reader.CheckpointReader, requests: Any) -> None:
-        original(self, requests)
-        read.append(self.stats.bytes_read)
-
-    reader.CheckpointReader.read_items = counted  # type: ignore[method-assign]
-    loaded = load_sharded_optimizer_state(state(0.0), tmp_path)
+    read: list[int] = []
+    with behind(CheckpointReader, "read_items", lambda self, _: read.append(self.stats.bytes_read)):
+        loaded = load_sharded_optimizer_state(state(0.0), tmp_path)
     assert (loaded["optimizer"]["exp_avg"] == 5.0).all()
     assert set(loaded) == {"optimizer"}
     assert read

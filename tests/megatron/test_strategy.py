@@ -19,6 +19,7 @@ from mcore_ckpt import SaveOptions, TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.format import metadata_read
 from mcore_ckpt.megatron.versions import differences
+from tests.megatron.trap_ranks import counted
 from tests.support.gloo_ranks import made, on_ranks
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.local_files import data_file
@@ -136,15 +137,7 @@ def test_a_load_with_an_optimizer_decodes_the_index_once(rank: int, tmp_path: Pa
     sharded = ShardedTensor.from_rank_offsets
     state = {"optimizer": {"step": sharded("optimizer.step", torch.ones(4))}, "iteration": 3}
     dist_checkpointing.save(state, str(tmp_path))
-    decoded: list[bytes] = []
-    parse = metadata_read.parse_index
-
-    def counted(data: bytes, *args: Any, **named: Any) -> Any:
-        decoded.append(data)
-        return parse(data, *args, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metadata_read, "parse_index", counted)
+    with counted(metadata_read, "parse_index") as decoded:
         dist_checkpointing.load(state, str(tmp_path))
     assert len(decoded) == 1
 

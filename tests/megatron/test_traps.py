@@ -42,6 +42,7 @@ from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.megatron.trap_ranks import check, installed, names, state
 from tests.support.gloo_ranks import MEGATRON, made, run_megatron_ranks, standing_ranks
+from tests.support.meanwhile import ahead_of
 
 DEADLINE_S = 150
 
@@ -51,24 +52,21 @@ pytestmark = pytest.mark.long
 def a_config_that_cannot_be_written_is_heard_of_on_every_rank(rank: int, directory: Path) -> None:
     """Rank 0 alone writes `metadata.json`, while the others wait for it in a barrier of Megatron's."""
     dist_checkpointing = installed()
-    really = LocalStorage.publish
 
-    def publish(self: Any, name: str, *args: Any, **how: Any) -> Any:
+    def fail(_: Any, name: str, *args: Any, **how: Any) -> None:
         if name == "metadata.json":
             raise SaveError("No space left on device (as the test wants it)")
-        return really(self, name, *args, **how)
 
-    LocalStorage.publish = publish  # type: ignore[method-assign]
-    with pytest.raises(SaveError, match=r"(?s)metadata\.json.*rank 0.*No space left"):
-        dist_checkpointing.save(state(1), made(directory / "in line"))
-    queue = AsyncCallsQueue()
-    called: list[str] = []
-    request = dist_checkpointing.save(state(1), made(directory / "beside"), async_sharded_save=True)
-    request.add_finalize_fn(lambda: called.append("tracker"))
-    queue.schedule_async_request(request)
-    with pytest.raises(SaveError, match=r"(?s)metadata\.json.*rank 0.*No space left"):
-        queue.maybe_finalize_async_calls(blocking=True)
-    LocalStorage.publish = really  # type: ignore[method-assign]
+    with ahead_of(LocalStorage, "publish", fail):
+        with pytest.raises(SaveError, match=r"(?s)metadata\.json.*rank 0.*No space left"):
+            dist_checkpointing.save(state(1), made(directory / "in line"))
+        queue = AsyncCallsQueue()
+        called: list[str] = []
+        request = dist_checkpointing.save(state(1), made(directory / "beside"), async_sharded_save=True)
+        request.add_finalize_fn(lambda: called.append("tracker"))
+        queue.schedule_async_request(request)
+        with pytest.raises(SaveError, match=r"(?s)metadata\.json.*rank 0.*No space left"):
+            queue.maybe_finalize_async_calls(blocking=True)
     assert called == []
     dist_checkpointing.save(state(2), str(directory / "beside"))
     check(dist_checkpointing.load(state(0), str(directory / "beside")), 2)

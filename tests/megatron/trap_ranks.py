@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_ckpt
+from tests.support.meanwhile import ahead_of
 
 dist_checkpointing = pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
 
@@ -53,13 +54,7 @@ def names(directory: str) -> set[str]:
 def counted(owner: Any, *names: str) -> Iterator[list[str]]:
     """The names of those functions of a module, or methods of a class, that are called inside the block."""
     calls: list[str] = []
-    with pytest.MonkeyPatch.context() as patched:
+    with ExitStack() as patched:
         for name in names:
-            original = getattr(owner, name)
-
-            def noted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
-                calls.append(_name)
-                return _original(*args, **kwargs)
-
-            patched.setattr(owner, name, noted)
+            patched.enter_context(ahead_of(owner, name, lambda *_, name=name, **__: calls.append(name)))
         yield calls

@@ -38,6 +38,7 @@ from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import contents, flip
+from tests.support.meanwhile import ahead_of, behind
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 
 Capture = pytest.CaptureFixture[str]
@@ -416,58 +417,44 @@ class TestSourceThatIsReplaced:
         torch.save({"iteration": 2}, source.parent / "later" / "common.pt")
         shutil.copytree(source.parent / "later", source, dirs_exist_ok=True)
 
-    def test_between_two_tensors(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = StoredPayloads.locate
-
-        def locate(self: StoredPayloads, entry: TensorEntry, chunk: StoredChunk) -> Any:
-            if entry.fqn == "output_layer.weight" and chunk is entry.chunks[0]:
-                TestSourceThatIsReplaced.replace(source)
-            return original(self, entry, chunk)
-
-        monkeypatch.setattr(StoredPayloads, "locate", locate)
-        with pytest.raises(LoadError, match="replaced the checkpoint"):
-            export_checkpoint(source, tmp_path / "t")
-        assert not (tmp_path / "t").exists()
-
     @pytest.mark.parametrize(
-        "make",
+        ("when", "make"),
         [
-            export_checkpoint,
-            lambda source, target: merge_checkpoints([source], target),
-            partial(reshard_checkpoint, tp=1, pp=1),
+            ("between two tensors", export_checkpoint),
+            ("while its files are looked for", export_checkpoint),
+            ("while its files are looked for", lambda source, target: merge_checkpoints([source], target)),
+            ("while its files are looked for", partial(reshard_checkpoint, tp=1, pp=1)),
+            ("when the tensors are verified", import_checkpoint),
+            ("when the tensors are verified", partial(reshard_checkpoint, tp=1, pp=1)),
         ],
-        ids=["export", "merge", "reshard"],
     )
-    def test_while_its_files_are_looked_for(
-        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., object]
-    ) -> None:
-        original = conversion.SourceFiles._look
+    def test_nothing_is_made_of_two_saves(self, when: str, make: Callable[..., object], tmp_path: Path) -> None:
+        source = tmp_path / "source"
+        write_model(source)
+        torch.save({"iteration": 1}, source / "common.pt")
 
-        def look(files: conversion.SourceFiles) -> dict[str, list[int]]:
-            self.replace(source)
+        def replace(*_: Any, **__: Any) -> None:
+            """As stock does, under the same names."""
+            shutil.rmtree(tmp_path / "later", ignore_errors=True)
+            write_model(tmp_path / "later", tensors=model_tensors(seed=9))
+            torch.save({"iteration": 2}, tmp_path / "later" / "common.pt")
+            shutil.copytree(tmp_path / "later", source, dirs_exist_ok=True)
+
+        def replace_and_rename(_: conversion.SourceFiles) -> None:
+            replace()
             for file in source.glob("*.distcp"):
                 file.rename(file.with_name(f"later{file.name}"))  # as after a save whose files have names of their own
-            return original(files)
 
-        monkeypatch.setattr(conversion.SourceFiles, "_look", look)
-        with pytest.raises(LoadError, match="replaced the checkpoint"):
-            make(source, tmp_path / "t")
-        assert not (tmp_path / "t").exists()
+        def replace_at_the_last(_: StoredPayloads, entry: TensorEntry, chunk: StoredChunk) -> None:
+            if entry.fqn == "output_layer.weight" and chunk is entry.chunks[0]:
+                replace()
 
-    @pytest.mark.parametrize(
-        "make", [import_checkpoint, partial(reshard_checkpoint, tp=1, pp=1)], ids=["import", "reshard"]
-    )
-    def test_when_the_tensors_are_proved(
-        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., object]
-    ) -> None:
-        original = conversion.check_all
-
-        def then_a_save(*arguments: Any, **options: Any) -> None:
-            original(*arguments, **options)
-            self.replace(source)
-
-        monkeypatch.setattr(conversion, "check_all", then_a_save)
-        with pytest.raises(LoadError, match="replaced the checkpoint"):
+        meanwhile = {
+            "between two tensors": ahead_of(StoredPayloads, "locate", replace_at_the_last),
+            "while its files are looked for": ahead_of(conversion.SourceFiles, "_look", replace_and_rename),
+            "when the tensors are verified": behind(conversion, "check_all", replace),
+        }
+        with meanwhile[when], pytest.raises(LoadError, match="replaced the checkpoint"):
             make(source, tmp_path / "t")
         assert not (tmp_path / "t").exists()
 

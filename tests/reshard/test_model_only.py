@@ -36,7 +36,8 @@ from mcore_ckpt.tools.keys import is_optimizer_key, read_object, stored_common_s
 from mcore_ckpt.tools.runs import copy_checkpoint, lineage_of_run
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import made, run_megatron_ranks
-from tests.support.local_files import names
+from tests.support.local_files import contents, names
+from tests.support.meanwhile import ahead_of
 from tests.support.model_like import model_tensors, read_all, write_model
 from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
 from tests.support.object_server import ObjectDirectory
@@ -108,20 +109,18 @@ def test_one_that_has_no_optimizer_counts_for_none_that_has(run: Path, tmp_path:
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_one_that_cannot_be_changed_keeps_no_other_from_it(run: Path, refused: bool) -> None:
-    begin = Commit.begin
 
-    def begin_where_it_can(storage: Any, *arguments: Any) -> Commit:
+    def fail_there(storage: Any, *_: Any) -> None:
         if storage.location.endswith(name_of(100)):
             raise (SaveError if refused else OSError)("read-only file system")
-        return begin(storage, *arguments)
 
-    with mock.patch.object(Commit, "begin", begin_where_it_can):
+    with ahead_of(Commit, "begin", fail_there):
         assert "read-only file system" in why(remove_optimizers(run, keep_last=1, remove=True), 100)
     assert model_only(run) == [200]
 
 
 def test_what_a_removal_that_was_killed_has_left_goes_with_the_next(run: Path, tmp_path: Path) -> None:
-    old, delete = run / name_of(100), LocalStorage.delete
+    old = run / name_of(100)
     others = {"__9_0.distcp", "ema__0_0.distcp"}  # of another program, and in no index
     for name in others:
         (old / name).write_bytes(b"of another program")
@@ -129,9 +128,8 @@ def test_what_a_removal_that_was_killed_has_left_goes_with_the_next(run: Path, t
     def fails(storage: LocalStorage, name: str, **how: bool) -> None:
         if (Path(storage.location) / name).exists():
             raise SaveError("the host is lost")
-        delete(storage, name, **how)
 
-    with mock.patch.object(LocalStorage, "delete", fails):  # behind the commit
+    with ahead_of(LocalStorage, "delete", fails):  # behind the commit
         remove_optimizers(run, keep_last=2, remove=True)
     assert read_index(old).removed is not None
     reshard_checkpoint(old, tmp_path / "made", tp=1, pp=1)
@@ -145,11 +143,8 @@ def test_what_a_removal_that_was_killed_has_left_goes_with_the_next(run: Path, t
         main(["prune", str(tmp_path / "copy"), "--keep-last", "2", "--yes"])
     assert {path.name for path in (tmp_path / "copy" / name_of(100)).iterdir()} == others
 
-    def killed_at_its_claim() -> None:
-        with mock.patch.object(LocalStorage, "claim", side_effect=lambda *_: os._exit(9)):
-            remove_optimizers(run, keep_last=1, remove=True)
-
-    assert exit_code(fork(killed_at_its_claim)) == 9
+    with ahead_of(LocalStorage, "claim", lambda *_: os._exit(9)):
+        assert exit_code(fork(lambda: remove_optimizers(run, keep_last=1, remove=True))) == 9
     (note,) = (run / name_of(200)).glob(f"{INCOMPLETE_MARKER}.*")
     assert "a save is at work in it" in why(remove_optimizers(run, keep_last=1, remove=True), 200)
     long_ago_s = note.stat().st_mtime - YOUNG_S - 1
@@ -173,13 +168,9 @@ def test_files_of_a_save_at_work_in_a_model_only_checkpoint_stay(run: Path, chec
 
 
 def test_what_a_conversion_reads_stays_as_it_is(run: Path, tmp_path: Path) -> None:
-    found, plan = [], conversion.write_all
-
-    def meanwhile(*arguments: Any, **options: Any) -> None:
-        found.append(why(prune_run(run, keep_last=2), 100))
-        plan(*arguments, **options)
-
-    with mock.patch.object(conversion, "write_all", meanwhile):
+    found: list[str] = []
+    prune = lambda *_, **__: found.append(why(prune_run(run, keep_last=2), 100))  # noqa: E731
+    with ahead_of(conversion, "write_all", prune):
         reshard_checkpoint(run / name_of(100), tmp_path / "made", tp=1, pp=1)
     assert found == ["a load is reading it"]
 
@@ -204,10 +195,6 @@ def test_what_each_version_has_saved(version: str, tmp_path: Path) -> None:
     assert model_only(tmp_path) == [1]
     assert all_but_optimizer(tmp_path / name_of(1)) == before
     assert not any(map(is_optimizer_key, read_all(tmp_path / name_of(1))))
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.mark.parametrize("command", [["repair", "{old}", "--from", "{full}"], ["copy", "{full}", "{old}"]])
@@ -287,13 +274,8 @@ def test_what_keeps_its_optimizer_though_it_is_old(run: Path, reason: str) -> No
 
 def test_what_a_load_reads_keeps_it_until_the_load_has_ended(run: Path) -> None:
     """The load comes after the decision."""
-    old, begin = storage_at(run / name_of(100)), Commit.begin
-
-    def begin_late(*arguments: Any) -> Commit:
-        loads.enter_context(old.in_use(METADATA_FILE))
-        return begin(*arguments)
-
-    with contextlib.ExitStack() as loads, mock.patch.object(Commit, "begin", begin_late):
+    old, loads = storage_at(run / name_of(100)), contextlib.ExitStack()
+    with loads, ahead_of(Commit, "begin", lambda *_: loads.enter_context(old.in_use(METADATA_FILE))):
         assert "a load is reading it" in why(remove_optimizers(run, keep_last=2, remove=True), 100)
     assert not model_only(run)
     remove_optimizers(run, keep_last=2, remove=True)
@@ -301,14 +283,9 @@ def test_what_a_load_reads_keeps_it_until_the_load_has_ended(run: Path) -> None:
 
 
 def test_a_load_that_begins_at_the_last_moment_keeps_the_files_that_it_reads(run: Path) -> None:
-    old, claim = run / name_of(100), LocalStorage.claim
-
-    def claim_late(self: LocalStorage, *arguments: Any) -> str:
-        loads.enter_context(self.in_use(METADATA_FILE))
-        return claim(self, *arguments)
-
+    old, loads = run / name_of(100), contextlib.ExitStack()
     files = index_files(read_index(old))
-    with contextlib.ExitStack() as loads, mock.patch.object(LocalStorage, "claim", claim_late):
+    with loads, ahead_of(LocalStorage, "claim", lambda self, *_: loads.enter_context(self.in_use(METADATA_FILE))):
         remove_optimizers(run, keep_last=2, remove=True)
         assert model_only(run) == [100]
         assert files <= names(old)
@@ -317,11 +294,7 @@ def test_a_load_that_begins_at_the_last_moment_keeps_the_files_that_it_reads(run
 
 
 def test_a_save_that_begins_meanwhile_comes_first(run: Path) -> None:
-    def save_meanwhile(*arguments: Any, **options: Any) -> None:
-        save_flat(run / name_of(100), 5.0)
-        conversion.write_all(*arguments, **options)
-
-    with mock.patch.object(model_only_module, "write_all", save_meanwhile):
+    with ahead_of(model_only_module, "write_all", lambda *_, **__: save_flat(run / name_of(100), 5.0)):
         assert "it has been saved again" in why(remove_optimizers(run, keep_last=2, remove=True), 100)
     index = read_index(run / name_of(100))
     assert any(map(is_optimizer_key, index.tensors))

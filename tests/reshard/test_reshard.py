@@ -35,6 +35,7 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.local_files import contents, flip
+from tests.support.meanwhile import behind
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, whole, write_checkpoint
 
@@ -400,23 +401,18 @@ class TestInterruption:
         assert verify_checkpoint(tmp_path / "t").whole
 
 
-def test_a_target_that_is_not_what_was_written_does_not_appear(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_is_not_what_was_written_does_not_appear(checkpoint: Path, tmp_path: Path) -> None:
     """A disk that loses a write: nobody notices but the verification."""
-    original = conversion.write_all
 
-    def write_and_damage(planned: Any, payloads: Any, target: Any, **named: Any) -> None:
-        original(planned, payloads, target, **named)
+    def damage(planned: Any, payloads: Any, target: Any, **_: Any) -> None:
         items = [chunk.item for entry in planned.index.tensors.values() for chunk in entry.chunks]
         largest = max(items, key=lambda item: item.length)
         flip(target.folder / largest.file, largest.offset + largest.length // 2)
 
-    monkeypatch.setattr(conversion, "write_all", write_and_damage)
-    with pytest.raises(CorruptCheckpointError, match="run the command again"):
+    damaging = behind(conversion, "write_all", damage)
+    with damaging, pytest.raises(CorruptCheckpointError, match="run the command again"):
         reshard_checkpoint(checkpoint, tmp_path / "t", tp=1, pp=1)
     assert not (tmp_path / "t").exists()
-    monkeypatch.undo()
     assert not reshard_checkpoint(checkpoint, tmp_path / "t", tp=1, pp=1).resumed
     assert_same(read_all(tmp_path / "t"), model_tensors())
 

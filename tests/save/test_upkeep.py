@@ -32,13 +32,13 @@ from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.reshard import target_directory
 from mcore_ckpt.save import staging, upkeep
-from mcore_ckpt.save.jobs import start_interpreter
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.runs import list_run
 from tests.models.test_huggingface import model_tensors, write_hf
 from tests.support.gloo_ranks import on_ranks
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
+from tests.support.meanwhile import ahead_of
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import children, until
 
@@ -274,21 +274,17 @@ def test_an_export_writes_nothing_while_training_waits_for_a_save(
     upkeep._finish()
 
 
-def test_threads_have_one_process_and_each_counts_its_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[bool] = []
-
-    def start(*arguments: Any, **options: Any) -> Any:
-        started.append(True)
-        time.sleep(0.2)  # for the other thread to come here, too
-        return start_interpreter(*arguments, **options)
-
-    monkeypatch.setattr(upkeep, "start_interpreter", start)
+def test_threads_have_one_process_and_each_counts_its_save(run: Path) -> None:
+    started: list[None] = []
+    # Long enough for the other thread to come here, too.
+    starting = ahead_of(upkeep, "start_interpreter", lambda *_, **__: started.append(time.sleep(0.2)))
     publish = partial(upkeep.checkpoint_published, run / "iter_0000003", SaveOptions(keep_last=9))
     threads = [threading.Thread(target=publish) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with starting:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     (work,) = upkeep._started
     assert len(started) == 1
     with upkeep.training_waits():
@@ -300,19 +296,12 @@ def test_threads_have_one_process_and_each_counts_its_save(run: Path, monkeypatc
     assert work.dead
 
 
-def test_a_trainer_ends_with_the_process_though_a_fork_holds_its_pipe(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_ends_with_the_process_though_a_fork_holds_its_pipe(run: Path) -> None:
     """A thread that forks while the process is started gives the fork what the process writes to."""
-    held, log_lines = threading.Event(), upkeep._UpkeepProcess._log_lines
-
-    def see_no_end(process: Any) -> None:
-        held.wait()
-        log_lines(process)
-
-    monkeypatch.setattr(upkeep._UpkeepProcess, "_log_lines", see_no_end)
-    upkeep.checkpoint_published(run / "iter_0000003", SaveOptions(keep_last=9))
-    upkeep._finish()
+    held = threading.Event()
+    with ahead_of(upkeep._UpkeepProcess, "_log_lines", lambda _: held.wait()):
+        upkeep.checkpoint_published(run / "iter_0000003", SaveOptions(keep_last=9))
+        upkeep._finish()
     (work,) = upkeep._started
     held.set()
     assert work.dead

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from scripts.shared_fs.volumes import Ceph, Gluster, pause
 from tests.megatron.trap_ranks import installed
 from tests.shared_fs.conftest import Hosts, seen
 from tests.support.gloo_ranks import MEGATRON, RanksFailedError, StandingRanks, made, standing_ranks
+from tests.support.meanwhile import ahead_of, once
 
 pytest.importorskip("megatron.core")
 
@@ -140,16 +140,10 @@ def keep_the_last(rank: int, run: Path) -> None:
 def save_until(rank: int, directory: Path, value: int, at: str, act: Callable[[], object]) -> None:
     """Save, and call `act` right before the rank syncs what it has written, or the first one publishes."""
     owner, name = {"write": (LocalWriter, "finish"), "publish": (Commit, "publish")}[at]
-    real, left = getattr(owner, name), [act]
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        if left:
-            left.pop()()
-        return real(*arguments, **named)
-
-    with mock.patch.object(owner, name, call):
+    acted: list[object] = []
+    with ahead_of(owner, name, once(lambda: acted.append(act()))):
         save(rank, directory, value)
-    assert not left or (at == "publish" and rank == 1)
+    assert acted or (at == "publish" and rank == 1)
 
 
 def end(pid: int | None) -> None:

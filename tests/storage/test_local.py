@@ -17,6 +17,7 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
+from tests.support.meanwhile import behind
 
 pytestmark = pytest.mark.quick
 
@@ -103,19 +104,11 @@ def test_a_failed_publish_keeps_the_old_content(local: LocalStorage, tmp_path: P
     assert open_fds() == before
 
 
-def test_two_that_publish_under_one_name_take_nothing_from_each_other(
-    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_publish_under_one_name_take_nothing_from_each_other(local: LocalStorage, tmp_path: Path) -> None:
     local.publish("note", b"old")
-    real_fsync, others = os.fsync, [b"second", b"first"]
-
-    def fsync(fd: int) -> None:
-        real_fsync(fd)
-        if others:
-            local.publish("note", others.pop())
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    local.publish("note", b"last")
+    others = [b"second", b"first"]
+    with behind(os, "fsync", lambda _: local.publish("note", others.pop()) if others else None):
+        local.publish("note", b"last")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"note": b"last"}
 
 

@@ -6,7 +6,6 @@ import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -14,8 +13,9 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import encode_config
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.reshard.reshard import _carry_sidecars, reshard_checkpoint
+from mcore_ckpt.reshard import reshard
 from tests.support.gloo_ranks import start_apart
+from tests.support.meanwhile import behind
 
 LAYERS = 2
 HIDDEN, FFN, VOCABULARY = 16, 32, 48
@@ -150,9 +150,5 @@ def reshard_killed(source: Path, target: Path | str) -> None:
 
 
 def _reshard_and_die(source: Path, target: Path | str) -> None:
-    def carry(*given: Any) -> None:
-        _carry_sidecars(*given)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with mock.patch("mcore_ckpt.reshard.reshard._carry_sidecars", carry):
-        reshard_checkpoint(source, target, tp=2, pp=1)
+    with behind(reshard, "_carry_sidecars", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+        reshard.reshard_checkpoint(source, target, tp=2, pp=1)

@@ -17,6 +17,7 @@ from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.payloads import StoredPayloads
 from tests.support.local_files import flip
+from tests.support.meanwhile import ahead_of
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, tilings, write_checkpoint
 
@@ -76,18 +77,12 @@ def test_any_box_of_any_tiling(
         assert torch.equal(ckpt["t"][index], tensor[index])
 
 
-def test_a_slice_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_reads_what_it_needs(tmp_path: Path) -> None:
     tensor = torch.randn(2048, 2048)
     write_model(tmp_path / "c", tp=1, tensors={"w": tensor})
     read: list[int] = []
-    original = StoredPayloads.read_into
-
-    def count(self: StoredPayloads, payload: Any, start: int, view: memoryview) -> None:
-        read.append(len(view))
-        original(self, payload, start, view)
-
-    monkeypatch.setattr(StoredPayloads, "read_into", count)
-    with mcore_ckpt.open_checkpoint(tmp_path / "c") as ckpt:
+    counting = ahead_of(StoredPayloads, "read_into", lambda *given: read.append(len(given[-1])))
+    with counting, mcore_ckpt.open_checkpoint(tmp_path / "c") as ckpt:
         lazy = ckpt["w"]
         assert not read
         assert torch.equal(lazy[100:104, :], tensor[100:104])

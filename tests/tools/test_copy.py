@@ -28,6 +28,7 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from mcore_ckpt.tools import runs
 from tests.support.local_files import contents, data_file, flip
+from tests.support.meanwhile import ahead_of, behind, once
 from tests.support.model_like import model_tensors, write_model
 from tests.support.object_server import ObjectDirectory, S3Directory
 from tests.support.stored_saves import loaded, save, state
@@ -85,16 +86,14 @@ def test_a_checkpoint_is_not_copied_into_itself(
 
 def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    finish = LocalWriter.finish
     finished: list[str] = []
 
-    def fail_at_the_second(self: LocalWriter) -> None:
+    def stop_at_the_second(self: LocalWriter) -> None:
         if finished:
             raise KeyboardInterrupt
-        finish(self)
         finished.append(self.name)
 
-    with mock.patch.object(LocalWriter, "finish", fail_at_the_second), pytest.raises(KeyboardInterrupt):
+    with ahead_of(LocalWriter, "finish", stop_at_the_second), pytest.raises(KeyboardInterrupt):
         copy_checkpoint(saved, target)
     assert not (target / ".metadata").exists()
     report = copy_checkpoint(saved, target)
@@ -125,26 +124,20 @@ def test_a_damaged_checkpoint_replaces_no_intact_copy(
 
 @pytest.mark.parametrize(("place", "stopped_at"), [("directory", "finish"), ("store", "_crc")])
 def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
-    place: str, stopped_at: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+    place: str, stopped_at: str, tmp_path: Path, s3_directory: S3Directory
 ) -> None:
     """Of two checkpoints whose files have the same names, as Megatron-Core and DCP give them."""
     for name, value in (("first", 1.0), ("second", 2.0)):
         dcp.save(state(value), storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
     target = str(tmp_path / "copy") if place == "directory" else s3_directory.url
-    patched, function = (copying, copying._crc) if stopped_at == "_crc" else (LocalWriter, LocalWriter.finish)
-    stops = [True]
 
-    def stop(*arguments: Any, **options: Any) -> Any:
-        if stops:
-            stops.clear()
-            with mock.patch.object(Owner, "process_state", return_value="gone"):
-                copy_checkpoint(tmp_path / "second", target)
-        return function(*arguments, **options)
+    def take_over() -> None:
+        with mock.patch.object(Owner, "process_state", return_value="gone"):
+            copy_checkpoint(tmp_path / "second", target)
 
-    monkeypatch.setattr(patched, stopped_at, stop)
-    with pytest.raises(SaveError):
+    held_up = ahead_of(copying if stopped_at == "_crc" else LocalWriter, stopped_at, once(take_over))
+    with held_up, pytest.raises(SaveError):
         copy_checkpoint(tmp_path / "first", target)
-    assert not stops
     assert loaded(target) == 2.0
     assert verify_checkpoint(target).whole
     if place == "directory":
@@ -169,10 +162,9 @@ def test_what_is_replaced_while_it_is_copied_makes_no_mix(
     if not is_first:
         copy_checkpoint(source, target)
         before = contents(target)
-    copy_file, done = copying.copy_file, []
+    done: list[object] = []
 
-    def replace_after_it(reads: Any, name: str, *arguments: Any) -> int | None:
-        size_bytes = copy_file(reads, name, *arguments)
+    def replace(reads: Any, name: str, *_: Any) -> None:
         if not done and name.startswith(folder) and name.endswith("__0_0.distcp"):
             done.append(shutil.copytree(source, tmp_path / "old", copy_function=os.link))
             stock(2.0)
@@ -181,10 +173,8 @@ def test_what_is_replaced_while_it_is_copied_makes_no_mix(
             if replaces != "all":
                 for part in ("", "modelopt_state"):
                     os.replace(tmp_path / "old" / part / ".metadata", source / part / ".metadata")
-        return size_bytes
 
-    replacing = mock.patch.object(copying, "copy_file", replace_after_it)
-    with replacing, pytest.raises(LoadError, match="was replaced while it was copied"):
+    with behind(copying, "copy_file", replace), pytest.raises(LoadError, match="was replaced while it was copied"):
         copy_checkpoint(source, target)
     assert not (target / ".metadata").exists() if is_first else contents(target) == before
 
@@ -193,16 +183,16 @@ def test_what_is_replaced_while_it_is_copied_makes_no_mix(
 def test_what_is_replaced_while_it_is_judged_is_not_called_damaged(at: str, saved: Path, tmp_path: Path) -> None:
     (saved / "common.pt").write_bytes(b"common state")
     (saved / "metadata.json").write_bytes(encode_config())
-    judge = getattr(runs, at)
 
-    def replaced_first(*arguments: Any) -> Any:
+    def replace(*_: Any) -> None:
         save(saved, 2.0)
         for name in ("common.pt", "metadata.json"):
             (saved / name).unlink()
-        return judge(*arguments)
 
-    replacing = mock.patch.object(runs, at, replaced_first)
-    with replacing, pytest.raises(LoadError, match="was replaced while it was copied from; begin again"):
+    with (
+        ahead_of(runs, at, replace),
+        pytest.raises(LoadError, match="was replaced while it was copied from; begin again"),
+    ):
         copy_checkpoint(saved, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
     copy_checkpoint(saved, tmp_path / "copy")
@@ -257,17 +247,14 @@ def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tm
 
 
 def test_a_file_that_another_program_writes_meanwhile_is_not_replaced(saved: Path, tmp_path: Path) -> None:
-    target, crc_of = tmp_path / "copy", copying._crc_of
+    target = tmp_path / "copy"
 
-    def another_comes_first(storage: Storage, name: str) -> int | None:
+    def write_first(_: Storage, name: str) -> None:
         if name.startswith(".__0_1"):  # it is copied, and has its name next
             (target / name[1:].partition(".distcp")[0]).with_suffix(".distcp").write_bytes(b"of another")
-        return crc_of(storage, name)
 
-    with (
-        mock.patch.object(copying, "_crc_of", another_comes_first),
-        pytest.raises(SaveError, match="another program has written it"),
-    ):
+    writing = ahead_of(copying, "_crc_of", write_first)
+    with writing, pytest.raises(SaveError, match="another program has written it"):
         copy_checkpoint(saved, target)
     (theirs,) = target.glob("*.distcp")
     assert theirs.read_bytes() == b"of another"
@@ -356,17 +343,14 @@ def test_what_megatron_could_not_load_is_not_copied(content: str | None, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_copy_that_is_not_what_was_read_is_deleted(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = LocalWriter.write
-
-    def damage(self: LocalWriter, offset: int, view: memoryview) -> None:
+def test_a_copy_that_is_not_what_was_read_is_deleted(saved: Path, tmp_path: Path) -> None:
+    def damage(_: LocalWriter, offset: int, view: memoryview) -> None:
         if offset == 0 and len(view) > 100_000:
             view[5000] ^= 1
-        write(self, offset, view)
 
-    monkeypatch.setattr(LocalWriter, "write", damage)
-    with pytest.raises(SaveError, match=r"the copy has CRC-32 .*, expected .*Check the device"):
+    with (
+        ahead_of(LocalWriter, "write", damage),
+        pytest.raises(SaveError, match=r"the copy has CRC-32 .*, expected .*Check the device"),
+    ):
         copy_checkpoint(saved, tmp_path / "copy")
     assert not (tmp_path / "copy" / ".metadata").exists()

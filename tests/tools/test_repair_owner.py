@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,6 +23,7 @@ from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.local_files import data_file, flip
+from tests.support.meanwhile import ahead_of, behind, once
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.processes import in_child
 from tests.support.stored_saves import loaded, save
@@ -111,31 +111,19 @@ def test_an_index_that_came_from_the_copy_does_not_make_it_the_same_save(checkpo
     ids=["index", "common state", "item", "file"],
 )
 def test_a_repair_that_was_stopped_changes_nothing_of_the_save_after_it(
-    checkpoint: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
+    checkpoint: Path, copy: Path, damage: Callable[[Path], object]
 ) -> None:
     damage(checkpoint)
     after: list[dict[str, bytes]] = []
 
-    def another_job() -> None:
-        if not after:
-            with mock.patch.object(Owner, "process_state", return_value="gone"):
-                save(checkpoint, 2.0, rows=1)
-            after.append(contents(checkpoint))
+    def save_in_another_job() -> None:
+        with mock.patch.object(Owner, "process_state", return_value="gone"):
+            save(checkpoint, 2.0, rows=1)
+        after.append(contents(checkpoint))
 
-    take_index, is_same_save = verify._take_index, verify._is_same_save
-
-    def late_index(*arguments: Any) -> Any:
-        another_job()
-        return take_index(*arguments)
-
-    def late_items(*arguments: Any) -> Any:
-        same = is_same_save(*arguments)
-        another_job()
-        return same
-
-    monkeypatch.setattr(verify, "_take_index", late_index)
-    monkeypatch.setattr(verify, "_is_same_save", late_items)
-    with pytest.raises(SaveError, match="has lost: another save"):
+    another_job = once(save_in_another_job)
+    late = ahead_of(verify, "_take_index", another_job), behind(verify, "_is_same_save", another_job)
+    with late[0], late[1], pytest.raises(SaveError, match="has lost: another save"):
         repair_checkpoint(verify_checkpoint(checkpoint), copy)
     assert contents(checkpoint) == after[0]
     assert loaded(checkpoint, rows=1) == 2.0
@@ -199,15 +187,12 @@ def test_a_copy_that_is_replaced_meanwhile_mends_nothing(tmp_path: Path) -> None
     damaged, copy = make(tmp_path, dcp.FileSystemWriter)
     item = read_index(damaged).tensors["w"].chunks[0].item
     flip(damaged / FILE, item.offset + item.length // 2, 0xFF)
-    before, is_same_save = contents(damaged), verify._is_same_save
-
-    def then_replaced(*arguments: Any) -> bool:
-        same = is_same_save(*arguments)
-        dcp.save({"w": torch.ones(6)}, storage_writer=dcp.FileSystemWriter(copy), no_dist=True)
-        return same
-
-    replaced = mock.patch.object(verify, "_is_same_save", then_replaced)
-    with replaced, pytest.raises(LoadError, match="was replaced while it was copied from"):
+    before, writer = contents(damaged), dcp.FileSystemWriter(copy)
+    replace = lambda *_: dcp.save({"w": torch.ones(6)}, storage_writer=writer, no_dist=True)  # noqa: E731
+    with (
+        behind(verify, "_is_same_save", replace),
+        pytest.raises(LoadError, match="was replaced while it was copied from"),
+    ):
         repair_checkpoint(verify_checkpoint(damaged), copy)
     assert contents(damaged) == before
 

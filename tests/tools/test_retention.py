@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import flip
+from tests.support.meanwhile import ahead_of, behind, once
 from tests.support.model_like import write_model
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import exit_code, fork, in_child
@@ -241,43 +241,25 @@ def holding_files(root: str | Path) -> list[str]:
     return sorted({name.split("/")[0] for name in files_below(checkpoint_path(root))})
 
 
-def test_what_goes_while_a_run_is_looked_at_is_no_damage(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    look, listed = runs.look_at, runs.list_run
-
-    def look_at(directory: Path, **given: Any) -> Any:
+def test_what_goes_while_a_run_is_looked_at_is_no_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def remove(directory: Path, **_: Any) -> None:
         if directory.name == name_of(100):
             shutil.rmtree(directory, ignore_errors=True)
-        return look(directory, **given)
 
-    monkeypatch.setattr(runs, "look_at", look_at)
-    assert main(["list", str(run)]) == 0
+    with ahead_of(runs, "look_at", remove):
+        assert main(["list", str(run)]) == 0
     assert "4 checkpoints, 4 complete" in capsys.readouterr().out
-
-    def list_then_remove(path: Path) -> Any:
-        report = listed(path)
-        shutil.rmtree(run / name_of(200))
-        return report
-
-    monkeypatch.setattr(runs, "list_run", list_then_remove)
-    assert main(["verify", str(run), "--all"]) == 0
+    with behind(runs, "list_run", lambda _: shutil.rmtree(run / name_of(200))):
+        assert main(["verify", str(run), "--all"]) == 0
     assert f"{name_of(200)}: has been removed since" in capsys.readouterr().out
 
 
-def test_two_removals_at_once_go_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_removals_at_once_go_on(run: Path) -> None:
     with Commit.begin(storage_at(run / name_of(200)), {retention.REMOVAL: True}):
         report = prune_run(run, keep_last=2)
     assert (why(report, 200), going(report)) == ("another removal is at work in it", [100, 300])
-    remove = retention._remove
-
-    def removed_before(*given: Any) -> Any:
-        monkeypatch.setattr(retention, "_remove", remove)
-        prune_run(run, keep_last=1, remove=True)
-        return remove(*given)
-
-    monkeypatch.setattr(retention, "_remove", removed_before)
-    report = prune_run(run, keep_last=1, remove=True)
+    with ahead_of(retention, "_remove", once(lambda: prune_run(run, keep_last=1, remove=True))):
+        report = prune_run(run, keep_last=1, remove=True)
     assert (why(report, 100), going(report)) == (retention.GONE, [100, 200, 300, 400])
 
 
@@ -293,14 +275,8 @@ def test_release_and_what_lies_behind_a_link_stay(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
     """Before it has removed anything, or in the middle."""
-    delete, calls = LocalStorage.delete, itertools.count()
-
-    def dying(storage: LocalStorage, name: str, missing_ok: bool = True) -> None:
-        if next(calls) == after:
-            os._exit(9)
-        delete(storage, name, missing_ok)
-
-    with mock.patch.object(LocalStorage, "delete", dying):
+    calls = itertools.count()
+    with ahead_of(LocalStorage, "delete", lambda *_, **__: os._exit(9) if next(calls) == after else None):
         assert exit_code(fork(lambda: prune_run(run, keep_last=4, remove=True))) == 9
     assert list(run.glob(".mcore_ckpt_removed.*"))
     assert left(run) == [200, 300, 400, 500]
@@ -345,17 +321,15 @@ def test_a_removal_that_is_stopped_at_any_step_takes_nothing_away_that_was_saved
         assert sorted(path.name for path in run.iterdir()) == [name_of(1), name_of(2)]
 
 
-def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path) -> None:
     """A note takes space, too: where there is none, it goes without."""
-    create = LocalStorage.create
 
-    def full(self: LocalStorage, name: str, content: bytes) -> None:
+    def fail(self: LocalStorage, name: str, _: bytes) -> None:
         if (self.root / ".metadata").exists():
             raise SaveError(f"{name}: No space left on device") from OSError(errno.ENOSPC, "No space left on device")
-        create(self, name, content)
 
-    monkeypatch.setattr(LocalStorage, "create", full)
-    assert going(prune_run(run, keep_last=4, remove=True)) == [100]
+    with ahead_of(LocalStorage, "create", fail):
+        assert going(prune_run(run, keep_last=4, remove=True)) == [100]
     assert not (run / name_of(100)).exists()
 
 

@@ -1,0 +1,44 @@
+"""What happens while something else is at work: ahead of each call of a function, or behind it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+
+@contextmanager
+def ahead_of(owner: Any, name: str, do: Callable[..., object]) -> Iterator[None]:
+    """In the block, `do` is called with the arguments of each call of that function or method, and before it."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **named: Any) -> Any:
+        do(*args, **named)
+        return function(*args, **named)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+@contextmanager
+def behind(owner: Any, name: str, do: Callable[..., object]) -> Iterator[None]:
+    """As `ahead_of`, when the function has returned."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **named: Any) -> Any:
+        result = function(*args, **named)
+        do(*args, **named)
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+def once(do: Callable[[], object]) -> Callable[..., None]:
+    """`do` at the first call, whatever the arguments."""
+    left = [do]
+
+    def call(*_: Any, **__: Any) -> None:
+        if left:
+            left.pop()()
+
+    return call
