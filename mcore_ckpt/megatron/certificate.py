@@ -26,6 +26,7 @@ import math
 import operator
 import os
 import random
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ from mcore_ckpt.megatron.other_division import (
     with_own_ranges,
 )
 from mcore_ckpt.megatron.serialization import TRAINING, common_object, load_common, tell_uncertified
-from mcore_ckpt.megatron.versions import own_version, parallel_layout
+from mcore_ckpt.megatron.versions import SKYRL, own_version, parallel_layout
 from mcore_ckpt.state.shards import (
     contents,
     dtype_name,
@@ -793,3 +794,43 @@ def _state_as_resumed(
         del state["iteration"]
         state.pop("args", None)
     return state if load.change_common is None else with_own_ranges(state)
+
+
+# --- the loads of verl and SkyRL
+
+
+def parts_of_verl(self: Any, local_path: Any, *_: Any, **__: Any) -> Iterator[Any]:
+    """Model, optimizer and random states have a directory each."""
+    metadata = self._build_sharded_state_dict_metadata()
+    model = partial(self._build_model_sharded_state_dict, metadata)
+    parts = {
+        "model": (self.should_load_dist_ckpt_model and self.peft_cls is None, model),
+        "optimizer": (self.should_load_optimizer, lambda: self._build_optimizer_state_dict(model(), metadata)),
+        "extra": (self.should_load_extra, self._build_extra_state_dict),
+    }
+    for name, (is_loaded, make) in parts.items():
+        if is_loaded and not self.use_megatron_fsdp:
+            yield make, Path(local_path, name, "dist_ckpt"), self.optimizer if name == "optimizer" else None
+
+
+def parts_of_skyrl(
+    self: Any, model: Any, ckpt_dir: Any, optimizer: Any = None, scheduler: Any = None, *_: Any, **loads: bool
+) -> Iterator[Any]:
+    """All is in one directory."""
+
+    def make() -> dict[str, Any]:
+        (inner,) = model.actor_module
+        while hasattr(inner, "module"):
+            inner = inner.module
+        of_model, metadata = inner.sharded_state_dict(), self._dist_ckpt_optim_metadata
+        state = {"rng": self.get_rng_state()}
+        if not self.is_lora:
+            state["model"] = of_model
+        if optimizer and loads.get("load_optimizer_states", True):
+            with sys.modules[SKYRL]._without_stub_optimizers(optimizer):  # noqa: SLF001
+                state["optimizer"] = optimizer.sharded_state_dict(of_model, is_loading=False, metadata=metadata)
+        if scheduler and loads.get("load_lr_scheduler_states", True):
+            state["lr_scheduler"] = scheduler.state_dict()
+        return state
+
+    yield make, ckpt_dir, optimizer

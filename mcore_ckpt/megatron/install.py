@@ -26,12 +26,10 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Final
 
@@ -60,7 +58,9 @@ from mcore_ckpt.megatron.versions import (
     NVRX,
     NVRX_ASYNC,
     OPTIMIZER,
+    SKYRL,
     TESTED_VERSIONS,
+    VERL,
     MegatronErrors,
     installed_version_text,
     let_bridge_name_its_manager,
@@ -353,9 +353,11 @@ _CERTIFIED: Final = {
         "_filter_adapter_state_dict",
     ),
 }
-# Classes whose `load_checkpoint` loads by itself.
-_VERL: Final = "verl.utils.checkpoint.megatron_checkpoint_manager"
-_SKYRL: Final = "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy"
+# Classes whose `load_checkpoint` loads by itself, and what of `certificate.py` tells the parts that it loads.
+_MANAGERS: Final = {
+    VERL: ("MegatronCheckpointManager", "parts_of_verl"),
+    SKYRL: ("MegatronStrategy", "parts_of_skyrl"),
+}
 # Methods of the distributed optimizer, from 0.15 on, and what of `flat_buckets.py` stands in for each.
 _OF_OPTIMIZER: Final = {
     "sharded_param_state_dp_reshardable": "with_table",
@@ -377,7 +379,7 @@ class _AfterImport:
         if not patches.replaced():
             return None
         _change_modules()
-        if name not in {*_CERTIFIED, _VERL, _SKYRL, OPTIMIZER} - cls._asked:
+        if name not in {*_CERTIFIED, *_MANAGERS, OPTIMIZER} - cls._asked:
             return None
         finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path))
         cls._asked.add(name)
@@ -400,8 +402,7 @@ def _change_modules() -> None:
     """Let loads end with a certificate, and buckets say what lies in them, as far as their modules are imported."""
     for module, names in _CERTIFIED.items():
         _certify_module(module, names)
-    managers = ((_VERL, "MegatronCheckpointManager", _parts_of_verl), (_SKYRL, "MegatronStrategy", _parts_of_skyrl))
-    for module, name, parts in managers:
+    for module, (name, parts) in _MANAGERS.items():
         manager: Any = getattr(sys.modules.get(module), name, None)
         if hasattr(manager, "load_checkpoint") and not hasattr(manager.load_checkpoint, "__wrapped__"):
             patches.set(manager, "load_checkpoint", _certified_parts(manager.load_checkpoint, parts))
@@ -467,56 +468,19 @@ def _certified(stock: Mapping[str, Callable[..., Any]], module: Any) -> Callable
     return load_checkpoint
 
 
-def _certified_parts(stock: Callable[..., Any], parts: Callable[..., Iterator[Any]]) -> Callable[..., Any]:
-    """A `load_checkpoint` whose `parts` tell, of the same arguments, what is to be certified."""
+def _certified_parts(stock: Callable[..., Any], parts: str) -> Callable[..., Any]:
+    """A `load_checkpoint` of which `parts` tell, of the same arguments, what is to be certified."""
 
     @functools.wraps(stock)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
-        from mcore_ckpt.megatron.certificate import certify_loaded
+        from mcore_ckpt.megatron import certificate
 
-        for part in parts(*args, **kwargs):
-            certify_loaded(*part)
+        for part in getattr(certificate, parts)(*args, **kwargs):
+            certificate.certify_loaded(*part)
         return result
 
     return load_checkpoint
-
-
-def _parts_of_verl(self: Any, local_path: Any, *_: Any, **__: Any) -> Iterator[Any]:
-    """Model, optimizer and random states have a directory each."""
-    metadata = self._build_sharded_state_dict_metadata()
-    model = partial(self._build_model_sharded_state_dict, metadata)
-    parts = {
-        "model": (self.should_load_dist_ckpt_model and self.peft_cls is None, model),
-        "optimizer": (self.should_load_optimizer, lambda: self._build_optimizer_state_dict(model(), metadata)),
-        "extra": (self.should_load_extra, self._build_extra_state_dict),
-    }
-    for name, (is_loaded, make) in parts.items():
-        if is_loaded and not self.use_megatron_fsdp:
-            yield make, Path(local_path, name, "dist_ckpt"), self.optimizer if name == "optimizer" else None
-
-
-def _parts_of_skyrl(
-    self: Any, model: Any, ckpt_dir: Any, optimizer: Any = None, scheduler: Any = None, *_: Any, **loads: bool
-) -> Iterator[Any]:
-    """All is in one directory."""
-
-    def make() -> dict[str, Any]:
-        (inner,) = model.actor_module
-        while hasattr(inner, "module"):
-            inner = inner.module
-        of_model, metadata = inner.sharded_state_dict(), self._dist_ckpt_optim_metadata
-        state = {"rng": self.get_rng_state()}
-        if not self.is_lora:
-            state["model"] = of_model
-        if optimizer and loads.get("load_optimizer_states", True):
-            with sys.modules[_SKYRL]._without_stub_optimizers(optimizer):  # noqa: SLF001
-                state["optimizer"] = optimizer.sharded_state_dict(of_model, is_loading=False, metadata=metadata)
-        if scheduler and loads.get("load_lr_scheduler_states", True):
-            state["lr_scheduler"] = scheduler.state_dict()
-        return state
-
-    yield make, ckpt_dir, optimizer
 
 
 def announce(text: str, *values: object) -> None:

@@ -37,6 +37,8 @@ _OLDEST, NEWEST_TESTED = (tuple(map(int, TESTED_VERSIONS[end].split(".")[:2])) f
 CHECKPOINTING = "megatron.core.dist_checkpointing"
 # Its module of distributed optimizers.
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+VERL = "verl.utils.checkpoint.megatron_checkpoint_manager"
+SKYRL = "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy"
 NVRX = "nvidia_resiliency_ext"
 NVRX_ASYNC = f"{NVRX}.checkpointing.async_ckpt"
 
