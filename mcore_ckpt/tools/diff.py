@@ -424,11 +424,7 @@ def diff_checkpoints(
             for index in (left, right) if values or state else ():
                 check_tiled(index, comparable)
             if state:
-                of_a, of_b = (
-                    payloads_fingerprint(payloads, comparable, workers=workers, progress=progress).tensors
-                    for payloads in (payloads_a, payloads_b)
-                )
-                crcs = {key: (of_a[key].crc32, of_b[key].crc32) for key in comparable}
+                crcs = _compare_fingerprints(payloads_a, payloads_b, comparable, workers, progress)
             elif values:
                 results, read_bytes = _compare_values(payloads_a, payloads_b, comparable, workers, progress)
             compare = partial(_differing_objects, payloads_a, payloads_b)
@@ -510,6 +506,16 @@ def _entries(stored: StoredState) -> _Named:
     """What lies under each key of a common state, by type and name: 1 is another key than "1"."""
     value = plain_dict(stored, with_storages=True)
     return _parts_of(value) if all(type(key) in SIMPLE_KEYS for key in value) else {("str", "common_state"): value}
+
+
+def _compare_fingerprints(
+    a: StoredPayloads, b: StoredPayloads, keys: list[str], workers: int, progress: bool | None
+) -> dict[str, tuple[int, int]]:
+    """The CRC-32 of each tensor's elements in both."""
+    of_a, of_b = (
+        payloads_fingerprint(payloads, keys, workers=workers, progress=progress).tensors for payloads in (a, b)
+    )
+    return {key: (of_a[key].crc32, of_b[key].crc32) for key in keys}
 
 
 def _compare_values(
