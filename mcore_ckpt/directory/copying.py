@@ -534,9 +534,9 @@ def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Co
     def accepts(_: CheckpointFiles, held: bytes | None) -> None:
         if held is not None and identity_of(held) != note.replaces:
             raise SupersededError(
-                f"{note.to} holds another checkpoint than when this one was saved, or on_existing='error' keeps what is "
-                "there: it is not replaced. If this one is to be there, remove that one (`mcore-ckpt prune`), and copy "
-                "it (`mcore-ckpt copy`)"
+                f"{note.to} holds another checkpoint than when this one was saved, or on_existing='error' keeps it: it "
+                "is not replaced. If this one is to be there, remove that one (`mcore-ckpt prune`), and copy this one "
+                "(`mcore-ckpt copy`)"
             )
 
     target = checkpoint_path(note.to)

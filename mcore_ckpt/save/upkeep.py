@@ -278,7 +278,8 @@ def training_waits() -> Iterator[None]:
                 page.training_waits -= 1
 
 
-_is_over = False  # the process has ended with its trainer
+# The process has ended with its trainer, or could not: at the interpreter's end nothing more is registered.
+_is_over = not threading.main_thread().is_alive()
 
 
 @atexit.register

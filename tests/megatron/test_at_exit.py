@@ -3,6 +3,7 @@
 The end is made in a forked child: its main thread has stopped, and no thread can be started, as from Python 3.12 on.
 """
 
+import subprocess
 import sys
 import threading
 import warnings
@@ -94,3 +95,19 @@ def test_threads_that_the_end_waits_for_save_and_load_to_their_end(tmp_path: Pat
 
     in_child(end_meanwhile)
     assert len(list((tmp_path / "saved").glob("*.distcp"))) > 16
+
+
+FIRST_SAVE = """
+import atexit, sys, torch, torch.distributed.checkpoint as dcp
+from mcore_ckpt import FileSystemWriterAsync, SaveOptions
+
+writer = FileSystemWriterAsync(sys.argv[1], options=SaveOptions(keep_last=1))
+atexit.register(lambda: dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True))
+"""
+
+
+def test_a_first_save_at_the_end_is_published_and_says_what_is_left(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", FIRST_SAVE, str(tmp_path / "iter_0000001")]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert "The next run removes old checkpoints" in ended.stderr
+    assert (tmp_path / "iter_0000001/.metadata").exists()
