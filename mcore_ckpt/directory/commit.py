@@ -285,7 +285,7 @@ class Commit:
         self.storage = storage
         self.owner = owner  # this process, with the save's id
         self.id = owner.save  # of the save, as the names of its files show it
-        # Of what is saved, for its manifest: the id of the commit, which is of one directory only, and random bytes.
+        # The manifest's id of the save: the id of the commit, which is of one directory only, and random bytes.
         self.save_id = bytes.fromhex(owner.save) + secrets.token_bytes(SAVE_ID_BYTES // 2)
         self.base = base  # which `.metadata` there was; None: none
         self.common = common  # the new common state, if that is a file
@@ -322,7 +322,7 @@ class Commit:
 
     @property
     def common_file(self) -> ManifestFile | None:
-        """What the manifest says of the common state, if that is a file that is written here."""
+        """The manifest's record of the common state, if that is a file that is written here."""
         return None if self.common is None else ManifestFile(len(self.common), crc32(self.common), self.save_id)
 
     def __enter__(self) -> Commit:
