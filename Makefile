@@ -15,9 +15,6 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 # `worksteal` leaves the tests of a file, which share fixtures, in one process. SIDE_BY_SIDE= runs one test at a time.
 SIDE_BY_SIDE ?= -n 4 --dist worksteal
 
-# Sweeps run completely in `make test-all`; COMPLETE= runs a sample of each there, too.
-COMPLETE ?= --complete
-
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 # The tests start hundreds of interpreters: each would compile the package again where this is switched off.
@@ -50,7 +47,7 @@ test-quick: $(INSTALLED)  ## the core, in a minute: what a commit should pass
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m quick $(ARGS)
 
 test-all: $(INSTALLED)  ## all tests, sweeps complete: hours; ARGS=tests/hosts: some; ARGS="-m long --share 0.2": a share of the long ones
-	$(BIN)/python -m pytest $(COMPLETE) --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix and not frameworks" $(ARGS)
+	$(BIN)/python -m pytest --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix and not frameworks" $(ARGS)
 
 test-mutants: $(INSTALLED)  ## small changes of the package, each of which the tests must notice: half an hour; ARGS="-k NAME"
 	$(BIN)/python scripts/mutants.py $(ARGS)

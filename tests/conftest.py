@@ -193,10 +193,7 @@ LONG_MARKS = ("slow", "matrix", "long", "frameworks")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mcore_ckpt")
-    group.addoption(
-        "--seed", type=int, help="draws the samples of tests marked `sample`, and --share; default: that of the commit"
-    )
-    group.addoption("--complete", action="store_true", help="run all cases of tests marked `sample`")
+    group.addoption("--seed", type=int, help="draws the samples of sweeps, and --share; default: that of the commit")
     group.addoption(
         "--share", type=float, default=1.0, help="run such a share of the tests marked `long`, drawn by --seed"
     )
@@ -243,29 +240,12 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"samples are drawn by --seed {config.option.seed}"
 
 
-def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases that the seed has not drawn."""
-    out: set[pytest.Item] = set()
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        # The seed and a name draw the same again when other tests come and go.
-        if item.get_closest_marker("long") and random.Random(f"{config.option.seed} {item.nodeid}").random() > (
-            config.option.share
-        ):
-            out.add(item)
-        if item.get_closest_marker("sample") and not config.option.complete:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, those in cases.items():
-        marker = those[0].get_closest_marker("sample")
-        assert marker is not None
-        count = max(len(those) - marker.args[0], 0)
-        out.update(random.Random(f"{config.option.seed} {name}").sample(those, count))
-    return out
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if out := _left_out(config, items):
-        config.hook.pytest_deselected(items=list(out))
+    seed, share = config.option.seed, config.option.share
+    # The seed and a name draw the same again when other tests come and go.
+    drawn = {item: random.Random(f"{seed} {item.nodeid}").random() for item in items if item.get_closest_marker("long")}
+    if out := [item for item, number in drawn.items() if number > share]:
+        config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():

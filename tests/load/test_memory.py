@@ -6,6 +6,7 @@ import gc
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from mcore_ckpt.load import ranges
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.direct_io import LocalReader
 from tests.support.gloo_ranks import run_ranks
-from tests.support.local_files import cached_pages, device_bytes, drop_cached, flip, has_direct_io
+from tests.support.local_files import cached_pages, device_bytes, drop_cached, has_direct_io
 from tests.support.meanwhile import ahead_of
-from tests.support.stored_layouts import whole, write_checkpoint
+from tests.support.stored_layouts import flip_item, part, whole, write_checkpoint
 
 MIB = 1024 * 1024
 SIDE = 4096
@@ -53,10 +54,18 @@ def load_all(directory: Path, options: LoadOptions) -> None:
     assert all(loaded[key].equal(tensor) for key, tensor in expected.items())
 
 
-def load_columns(directory: Path, options: LoadOptions) -> None:
-    part = torch.zeros(1500, 100)
-    FileSystemReader(directory, options=options).read_items([ReadRequest("large", part, (0, 300), (1500, 100))])
-    assert part.equal(state()["large"][:, 300:400])
+def load_box(directory: Path, options: LoadOptions, box: Box) -> None:
+    found = torch.zeros(box.sizes)
+    FileSystemReader(directory, options=options).read_items([ReadRequest("large", found, *box)])
+    assert found.equal(part(state()["large"], box))
+
+
+load_columns = partial(load_box, box=Box((0, 300), (1500, 100)))
+load_half = partial(load_box, box=Box((750, 0), (750, 1000)))
+
+
+def load_a_fourth_of_each_row(directory: Path, options: LoadOptions) -> None:
+    load_box(directory, options, Box((0, 250 * torch.distributed.get_rank()), (1500, 250)))
 
 
 @pytest.mark.parametrize("load", [load_all, load_columns])
@@ -81,18 +90,6 @@ def test_a_load_reads_from_and_leaves_in_the_page_cache_what_the_option_says(
     load(saved, options)
     read = device_bytes() - before
     assert read < 0.05 * pages * 4096, (read, pages)
-
-
-def load_half(directory: Path, options: LoadOptions) -> None:
-    part = torch.zeros(750, 1000)
-    FileSystemReader(directory, options=options).read_items([ReadRequest("large", part, (750, 0), (750, 1000))])
-    assert part.equal(state()["large"][750:])
-
-
-def load_a_fourth_of_each_row(directory: Path, options: LoadOptions) -> None:
-    part, first = torch.zeros(1500, 250), 250 * torch.distributed.get_rank()
-    FileSystemReader(directory, options=options).read_items([ReadRequest("large", part, (0, first), (1500, 250))])
-    assert part.equal(state()["large"][:, first : first + 250])
 
 
 def load_as_one_of(rank: int, ranks_here: str, load: Callable[[Path, LoadOptions], None], directory: Path) -> None:
@@ -145,10 +142,10 @@ def refuse_damage(rank: int, directory: Path) -> None:
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_each_rank_finds_damage_in_rows_whoever_has_read_them(is_cached: bool, saved: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(saved, tmp_path / "c"))
-    (chunk,) = read_index(directory).tensors["large"].chunks
-    flip(directory / chunk.item.file, chunk.item.offset + chunk.item.length // 2)
+    flip_item(read_index(directory), "large")
     if not is_cached:
-        drop_cached(directory / chunk.item.file)
+        for file in directory.glob("*.distcp"):
+            drop_cached(file)
     run_ranks(refuse_damage, 4, directory)
 
 

@@ -36,7 +36,7 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import drop_cached
 from tests.support.stored_layouts import (
     StoredTensor,
-    flip_byte,
+    flip_item,
     load_box,
     row_chunks,
     stock_item,
@@ -134,7 +134,7 @@ def test_files_are_closed_after_the_load_and_after_an_error(tmp_path: Path) -> N
     reader = FileSystemReader(tmp_path)
     assert load_box(reader, "w", tensor).equal(tensor)
     assert open_files() == []
-    flip_byte(index, "w", at_fraction=0.5)
+    flip_item(index, "w")
     with pytest.raises(ChecksumError):
         load_box(FileSystemReader(tmp_path), "w", tensor)
     assert open_files() == []

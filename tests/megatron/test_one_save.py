@@ -20,10 +20,10 @@ from tests.support.gloo_ranks import made, on_ranks
 from tests.support.processes import until
 
 
-def two_saves(directory: Path, iteration: int = 2) -> tuple[Path, Callable[[], None]]:
-    """A checkpoint that tells `iteration`, and a function by which rank 0 puts another save, of 7, in its place."""
-    named, other = directory / f"iter_{iteration:07d}", directory / "other"
-    for path, fill in ((named, iteration), (other, 7)):
+def two_saves(directory: Path) -> tuple[Path, Callable[[], None]]:
+    """A checkpoint that tells 2, and a function by which rank 0 puts another save, of 7, in its place."""
+    named, other = directory / "iter_0000002", directory / "other"
+    for path, fill in ((named, 2), (other, 7)):
         installed().save(state(fill), made(path))
     dist.barrier()
 

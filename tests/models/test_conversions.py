@@ -40,6 +40,7 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import contents, flip
 from tests.support.meanwhile import ahead_of, behind
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+from tests.support.stored_layouts import flip_item
 
 Capture = pytest.CaptureFixture[str]
 
@@ -314,9 +315,7 @@ def test_an_interrupted_export_is_resumed_by_the_same_command(checkpoint: Path, 
 
 def test_what_an_interrupted_conversion_has_read_of_a_damaged_source_is_compared(tmp_path: Path) -> None:
     """Elements that are converted have other checksums; those of the source are compared when all is written."""
-    index = write_model(tmp_path / "s")
-    item = index.tensors["output_layer.weight"].chunks[0].item
-    flip(tmp_path / "s" / item.file, item.offset + item.length // 2)
+    flip_item(write_model(tmp_path / "s"), "output_layer.weight")
     stopped = mock.patch.object(DerivedPayloads, "check_rest", side_effect=KeyboardInterrupt)
     for convert in (export_checkpoint, partial(reshard_checkpoint, tp=1, only="*.weight")):
         with stopped, pytest.raises(KeyboardInterrupt):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import (
@@ -24,12 +25,11 @@ from mcore_ckpt.models import _foreign
 from mcore_ckpt.models._families import family_named
 from mcore_ckpt.models._table import Naming, relate
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, merge_checkpoints
-from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_conversions import read_by_definition
 from tests.models.test_conversions import refused as import_refused
-from tests.models.test_table import CONFIGS
+from tests.models.test_table import CONFIGS, LLAMA3
 from tests.support.local_files import contents
 from tests.support.model_like import assert_same, read_all
 
@@ -74,12 +74,7 @@ def model_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def write_hf(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = CONFIG) -> Path:
     directory.mkdir(parents=True)
-    described = [
-        (key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in tensors.items()
-    ]
-    header, _ = safetensors_header(described, {"format": "pt"})
-    content = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
-    (directory / "model.safetensors").write_bytes(header + b"".join(content))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -291,22 +286,13 @@ def test_a_configuration_of_another_model_is_refused(
 
 
 def with_arguments(checkpoint: Path, target: Path, **arguments: Any) -> Path:
-    """A copy with other stored arguments; None: without that one."""
+    """A copy with other stored arguments; `...`: without that one."""
     shutil.copytree(checkpoint, target)
     common = torch.load(target / "common.pt", weights_only=False)
-    common["args"] = Namespace(**{k: v for k, v in {**vars(common["args"]), **arguments}.items() if v is not None})
+    common["args"] = Namespace(**{k: v for k, v in {**vars(common["args"]), **arguments}.items() if v is not ...})
     torch.save(common, target / "common.pt")
     assert main(["repair", "--accept-common-state", str(target), "-q"]) == 0
     return target
-
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def test_an_export_states_the_rotary_factor_that_the_job_has_built(
@@ -316,7 +302,7 @@ def test_an_export_states_the_rotary_factor_that_the_job_has_built(
     job = str(with_arguments(checkpoint, tmp_path / "c", use_rope_scaling=True, rope_scaling_factor=32.0, world_size=2))
     original = tmp_path / "original"
     original.mkdir()
-    (original / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": LLAMA3}))
+    (original / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": {**LLAMA3, "factor": 32.0}}))
     for target, words, factor in (("plain", (), 8.0), ("forwarded", ("--rope-forwarded", "--hf-config"), 32.0)):
         given = [str(original)] if "--hf-config" in words else []
         assert main(["export", job, str(tmp_path / target), "--to", "hf", *words, *given]) == 0
@@ -334,8 +320,8 @@ def test_an_export_states_the_rotary_factor_that_the_job_has_built(
         ({}, 64, "rows of padding would become tokens"),
         ({}, 300, "300, and the checkpoint has 50"),
         # A job with a tokenizer stores no number; Megatron pads it to the next multiple.
-        ({"vocab_size": None, "make_vocab_size_divisible_by": 32}, 192, "has 193 tokens or more in 256 rows"),
-        ({"vocab_size": None, "make_vocab_size_divisible_by": 32}, 200, ""),
+        ({"vocab_size": ..., "make_vocab_size_divisible_by": 32}, 192, "has 193 tokens or more in 256 rows"),
+        ({"vocab_size": ..., "make_vocab_size_divisible_by": 32}, 200, ""),
         ({}, 50, ""),
     ],
 )
@@ -631,24 +617,18 @@ def test_layers_that_predict_further_tokens_come_and_go(tmp_path: Path) -> None:
     refused(write_hf(tmp_path / "other", tensors, config), OptionError, r"embed_tokens\.weight is not model\.embed_tok")
 
 
-def change_arguments(checkpoint: Path, **changed: Any) -> None:
-    common = torch.load(checkpoint / "common.pt", weights_only=False)
-    vars(common["args"]).update(changed)
-    torch.save(common, checkpoint / "common.pt")
-    assert main(["repair", "--accept-common-state", str(checkpoint), "-q"]) == 0
-
-
 def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_path: Path) -> None:
-    import_checkpoint(model, tmp_path / "c", kind="hf")
-    change_arguments(tmp_path / "c", vocab_size=None, spec=["layers", "made_elsewhere"])
-    report = export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf")
+    import_checkpoint(model, tmp_path / "as_imported", kind="hf")
+    untold = {"vocab_size": None, "spec": ["layers", "made_elsewhere"]}
+    source = with_arguments(tmp_path / "as_imported", tmp_path / "c", **untold)
+    report = export_checkpoint(source, tmp_path / "e", to="hf")
     assert "128 rows" in report.notes[0]
     assert "made_elsewhere" in report.notes[1]
     assert read_by_definition(tmp_path / "e" / "model.safetensors")["lm_head.weight"].shape == (128, HIDDEN)
-    assert_same(exported(tmp_path / "c", tmp_path / "k", hf_config=model), model_tensors())
-    change_arguments(tmp_path / "c", rotary_percent=0.5)
+    assert_same(exported(source, tmp_path / "k", hf_config=model), model_tensors())
+    source = with_arguments(source, tmp_path / "d", rotary_percent=0.5)
     with pytest.raises(OptionError, match=r"rotary_percent=0\.5 changes what the model computes"):
-        export_checkpoint(tmp_path / "c", tmp_path / "not", to="hf")
+        export_checkpoint(source, tmp_path / "not", to="hf")
 
 
 def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) -> None:

@@ -15,22 +15,13 @@ from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckp
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.models.conversions import import_checkpoint
-from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_conversions import refused as import_refused
 from tests.support.legacy_files import EMBEDDING, HEADS, HIDDEN, LAYER, LAYERS, Model
 from tests.support.local_files import flip
+from tests.support.model_like import assert_same, read_all
 
 refused = partial(import_refused, kind="megatron-legacy")
-
-
-def assert_holds(directory: Path, expected: dict[str, torch.Tensor]) -> None:
-    with open_checkpoint(directory) as checkpoint:
-        assert sorted(checkpoint.index.tensors) == sorted(expected)
-        for key, tensor in expected.items():
-            stored = checkpoint[key][...]
-            assert stored.dtype == tensor.dtype, key
-            assert torch.equal(stored, tensor), key
 
 
 @pytest.mark.parametrize(
@@ -51,7 +42,7 @@ def test_ranks_files_become_complete_tensors(
     source, target = model.save(tmp_path / "iter_0000007", has_optimizer=has_optimizer), tmp_path / "first"
     left_out = import_checkpoint(source, target, kind="megatron-legacy").left_out
     assert ["--ckpt-convert-format torch_dist" in text for text in left_out] == [True] * has_optimizer
-    assert_holds(target, model.expected())
+    assert_same(read_all(target), model.expected())
     assert verify_checkpoint(target).whole
 
     common = load_object((target / "common.pt").read_bytes())
@@ -77,7 +68,7 @@ def test_another_layout_and_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert row.split()[0] == "decoder.layers.*.mlp.linear_fc1.weight"
     assert "joined along axis 0, each half by itself, stacked" in row
     assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dtype", "fp32", "--quiet"]) == 0
-    assert_holds(tmp_path / "target", {key: tensor.float() for key, tensor in model.expected().items()})
+    assert_same(read_all(tmp_path / "target"), {key: tensor.float() for key, tensor in model.expected().items()})
     assert len(read_index(tmp_path / "target").tensors[EMBEDDING].chunks) == 4
 
 

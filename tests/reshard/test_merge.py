@@ -20,10 +20,10 @@ from mcore_ckpt.reshard import merge
 from mcore_ckpt.tools.keys import read_plain_state
 from mcore_ckpt.tools.payloads import StoredPayloads
 from tests.support.gloo_ranks import run_stock_ranks
-from tests.support.local_files import contents, flip
+from tests.support.local_files import contents
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.models import GATED, Parallel, build_training
-from tests.support.stored_layouts import StoredTensor, whole, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, flip_item, whole, write_checkpoint
 
 SEEDS = range(3)
 Tensors = dict[str, torch.Tensor]
@@ -260,8 +260,7 @@ def test_a_source_that_has_changed_since_an_interruption_is_named(tmp_path: Path
 
 def test_a_damaged_source_makes_nothing(tmp_path: Path) -> None:
     sources = write_three(tmp_path)
-    item = read_index(sources[1]).tensors["output_layer.weight"].chunks[0].item
-    flip(sources[1] / item.file, item.offset + item.length // 2)
+    flip_item(read_index(sources[1]), "output_layer.weight")
     with pytest.raises(ChecksumError, match=r"output_layer\.weight"):
         merge_checkpoints(sources, tmp_path / "t")
     assert not list(tmp_path.glob("t*"))

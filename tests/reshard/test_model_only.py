@@ -42,7 +42,7 @@ from tests.support.model_like import model_tensors, read_all, write_model
 from tests.support.models import GATED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import exit_code, fork
-from tests.support.stored_layouts import stock_item
+from tests.support.stored_layouts import flip_item, stock_item
 from tests.tools.test_retention import name_of, why
 
 ITERATIONS = (100, 200, 300)
@@ -253,12 +253,10 @@ KEEPS: dict[str, Callable[[Path], object]] = {
 
 
 def flip_a_weight(directory: Path) -> None:
-    item = read_index(directory).tensors["output_layer.weight"].chunks[0].item
-    before = (directory / item.file).stat()
-    with (directory / item.file).open("r+b") as stream:
-        stream.seek(item.offset + item.length // 2)
-        stream.write(b"\xff" * 8)
-    os.utime(directory / item.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    times = {path: path.stat() for path in directory.iterdir()}
+    flip_item(read_index(directory), "output_layer.weight")
+    for path, before in times.items():
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @pytest.mark.parametrize("reason", KEEPS)

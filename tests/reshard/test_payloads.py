@@ -155,12 +155,10 @@ def index(*entries: TensorEntry) -> CheckpointIndex:
     return CheckpointIndex("ckpt", {found.fqn: found for found in entries}, {})
 
 
-def halves(fqn: str, shape: tuple[int, ...], axis: int, count: int = 2) -> TensorEntry:
-    step = shape[axis] // count
+def halves(fqn: str, shape: tuple[int, ...], axis: int) -> TensorEntry:
+    step = shape[axis] // 2
     sizes = tuple(step if n == axis else size for n, size in enumerate(shape))
-    return entry(
-        fqn, shape, [(tuple(k * step if n == axis else 0 for n in range(len(shape))), sizes) for k in range(count)]
-    )
+    return entry(fqn, shape, [(tuple(k * step if n == axis else 0 for n in range(len(shape))), sizes) for k in (0, 1)])
 
 
 LAYER = "decoder.layers.0."

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
@@ -75,7 +77,6 @@ def write_model(
     *,
     tensors: dict[str, torch.Tensor] | None = None,
     arguments: dict[str, Any] | None = None,
-    common: bool = True,
     iteration: int = 7,
 ) -> CheckpointIndex:
     """Write the checkpoint in stock items, two files for each of `tp` ranks, objects first."""
@@ -108,22 +109,15 @@ def write_model(
         (directory / file).write_bytes(content)
     index = CheckpointIndex(str(directory), entries, objects)
     (directory / ".metadata").write_bytes(encode_metadata(index))
-    if common:
-        (directory / "metadata.json").write_bytes(encode_config())
-        state = {
-            "iteration": iteration,
-            "args": Namespace(**(arguments or {"tensor_model_parallel_size": tp, "swiglu": True})),
-        }
-        torch.save(state, directory / "common.pt")
+    (directory / "metadata.json").write_bytes(encode_config())
+    common = Namespace(**(arguments or {"tensor_model_parallel_size": tp, "swiglu": True}))
+    torch.save({"iteration": iteration, "args": common}, directory / "common.pt")
     return index
 
 
-def read_all(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, read by torch.distributed.checkpoint alone."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    reader = dcp.FileSystemReader(directory)
+def read_all(directory: Path, reader_class: Any = dcp.FileSystemReader) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, read by torch.distributed.checkpoint alone, or with another reader."""
+    reader = reader_class(directory)
     metadata = reader.read_metadata()
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)

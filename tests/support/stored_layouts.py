@@ -109,13 +109,10 @@ def load_box(reader: FileSystemReader, fqn: str, like: torch.Tensor, box: Box | 
     return destination
 
 
-def flip_byte(index: CheckpointIndex, fqn: str, *, at_fraction: float) -> tuple[Path, int]:
-    """Damage the item of a tensor's first chunk, at a fraction of its length."""
+def flip_item(index: CheckpointIndex, fqn: str) -> None:
+    """Damage a byte in the middle of a tensor's first chunk."""
     item = index.tensors[fqn].chunks[0].item
-    path = Path(index.path) / item.file
-    at = item.offset + int(item.length * at_fraction)
-    flip(path, at, 0x40)
-    return path, at
+    flip(Path(index.path) / item.file, item.offset + item.length // 2, 0xFF)
 
 
 # --- strategies of Hypothesis for boxes, and for boxes that together hold each element of a tensor once ---------------

@@ -26,7 +26,7 @@ from tests.support.fsdp_ranks import MESHES, save_divided
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import flip
 from tests.support.model_like import model_tensors, write_model
-from tests.support.stored_layouts import stock_item
+from tests.support.stored_layouts import flip_item, stock_item
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 OTHER = "decoder.layers.1.self_attention.linear_proj.weight"
@@ -259,8 +259,7 @@ def test_a_changed_element_and_damage(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c"), "--state"]) == 1
     assert "other bits (" in capsys.readouterr().out
 
-    item = read_index(tmp_path / "a").tensors[COLUMNS].chunks[0].item
-    flip(tmp_path / "a" / item.file, item.offset + item.length // 2)
+    flip_item(read_index(tmp_path / "a"), COLUMNS)
     with pytest.raises(ChecksumError, match=COLUMNS):
         checkpoint_fingerprint(tmp_path / "a")
     assert main(["verify", str(tmp_path / "a"), "--state"]) == 1
@@ -274,8 +273,7 @@ def test_a_comparison_of_stored_fingerprints_says_that_it_has_read_nothing(
     write_model(tmp_path / "columns", tp=2)
     reshard_checkpoint(tmp_path / "columns", tmp_path / "a", tp=1, pp=1)
     shutil.copytree(tmp_path / "a", tmp_path / "damaged")
-    item = read_index(tmp_path / "damaged").tensors[COLUMNS].chunks[0].item
-    flip(tmp_path / "damaged" / item.file, item.offset + item.length // 2)
+    flip_item(read_index(tmp_path / "damaged"), COLUMNS)
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "damaged"), "--state"]) == 0
     said = "; fingerprints compared as they are stored, without reading that data (mcore-ckpt verify does)"
     assert said in capsys.readouterr().out

@@ -26,6 +26,7 @@ from tests.support.local_files import data_file, flip
 from tests.support.meanwhile import ahead_of, behind, once
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.processes import in_child
+from tests.support.stored_layouts import flip_item
 from tests.support.stored_saves import loaded, save
 
 MISSING = "__0_1.distcp"
@@ -47,8 +48,7 @@ def test_files_of_another_save_are_not_taken_though_most_tensors_are_frozen(tmp_
     for step in (1, 2):
         adapter = {"adapter.weight": torch.full((64,), float(step))}
         dcp.save({**frozen, **adapter}, storage_writer=dcp.FileSystemWriter(tmp_path / str(step)), no_dist=True)
-    item = read_index(tmp_path / "2").tensors["adapter.weight"].chunks[0].item
-    flip(tmp_path / "2" / item.file, item.offset + item.length // 2, 0xFF)
+    flip_item(read_index(tmp_path / "2"), "adapter.weight")
     before = contents(tmp_path / "2")
     assert not repair_checkpoint(verify_checkpoint(tmp_path / "2"), tmp_path / "1").whole
     assert contents(tmp_path / "2") == before
@@ -67,8 +67,7 @@ def damage_common(directory: Path) -> None:
 
 
 def damage_item(directory: Path) -> None:
-    item = read_index(directory).tensors["output_layer.weight"].chunks[0].item
-    flip(directory / item.file, item.offset + item.length // 2, 0xFF)
+    flip_item(read_index(directory), "output_layer.weight")
 
 
 def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path) -> None:
@@ -185,8 +184,7 @@ def test_a_link_in_the_copy_is_not_followed(tmp_path: Path, outside: Path) -> No
 
 def test_a_copy_that_is_replaced_meanwhile_mends_nothing(tmp_path: Path) -> None:
     damaged, copy = make(tmp_path, dcp.FileSystemWriter)
-    item = read_index(damaged).tensors["w"].chunks[0].item
-    flip(damaged / FILE, item.offset + item.length // 2, 0xFF)
+    flip_item(read_index(damaged), "w")
     before, writer = contents(damaged), dcp.FileSystemWriter(copy)
     replace = lambda *_: dcp.save({"w": torch.ones(6)}, storage_writer=writer, no_dist=True)  # noqa: E731
     with (
