@@ -395,6 +395,11 @@ def was_interrupted(error: BaseException) -> bool:
     return not isinstance(error, Exception) or bool(getattr(error, _INTERRUPTED, False))
 
 
+def own_rank() -> int:
+    """This rank's number in the job; 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGroup:
     """The group over which the ranks of `process_group` (None: all) coordinate. Every rank of it must make the first
     call.

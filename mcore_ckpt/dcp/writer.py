@@ -54,7 +54,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError, PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.core.ranks import without_modes
+from mcore_ckpt.core.ranks import own_rank, without_modes
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import check_files, discard, open_target, publish
@@ -407,9 +407,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """
         if not self.write_buckets:
             return None, None, []
-        has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank = torch.distributed.get_rank() if has_group else 0
-        save = partial(save_buckets, self.options, os.getpid())
+        rank, save = own_rank(), partial(save_buckets, self.options, os.getpid())
         return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
 
     @staticmethod

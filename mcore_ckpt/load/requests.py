@@ -32,7 +32,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs
 from mcore_ckpt.core.console import counted, logger_of
@@ -45,6 +44,7 @@ from mcore_ckpt.core.errors import (
     LoadError,
     ShapeMismatchError,
 )
+from mcore_ckpt.core.ranks import own_rank
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ChunkLookup,
@@ -115,7 +115,7 @@ class DtypeConversions:
             f"{self._path}: {counted(count, 'tensor')} converted to the destination's dtype: {'; '.join(pairs)}."
             ' LoadOptions(on_dtype_mismatch="raise") refuses'
         )
-        if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        if own_rank() != 0:
             _logger.info("%s", text)  # rank 0 warns for all
         else:
             _logger.warning("%s", text)

@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.megatron.calls import MegatronSave, current_save, in_progress, wrapper_group
-from mcore_ckpt.megatron.versions import MegatronErrors, megatron_module
+from mcore_ckpt.megatron.calls import MegatronErrors, MegatronSave, current_save, in_progress, wrapper_group
+from mcore_ckpt.megatron.versions import megatron_module
 from mcore_ckpt.state.plan_check import Accesses
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves
 

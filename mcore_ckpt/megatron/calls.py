@@ -18,6 +18,9 @@ strategy, local checkpoints) Megatron's own functions run.
 **One save.** Another save may replace the checkpoint at any moment. The common state is read ahead of the tensors, by
 each rank for itself. What was read is known by the save's id, which the manifest of `.metadata` carries, and is
 compared; that of stock has none, and is known by the file itself.
+
+**Errors.** One that leaves a strategy is an instance of this package's, of Megatron's and of DCP's classes at once
+(`MegatronErrors`).
 """
 
 from __future__ import annotations
@@ -27,24 +30,25 @@ import hashlib
 import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import LoadError, PlanError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, LoadError, PlanError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
-from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reached_every_rank
+from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, own_rank, reached_every_rank
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
 from mcore_ckpt.load.reader import BucketedParameters, CheckpointReader
 from mcore_ckpt.load.records import replaced_error
-from mcore_ckpt.megatron.versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, own_version
+from mcore_ckpt.megatron.versions import CHECKPOINTING, differences, megatron_module, own_version
 from mcore_ckpt.save.planner import Validation
 from mcore_ckpt.state.plan_check import Accesses, check_requests
 from mcore_ckpt.state.shards import is_main_replica, leaves
@@ -434,3 +438,41 @@ def check_ranks(directory: Path, first_ranks: Mapping[Identity, int]) -> None:
     if len(first_ranks) > 1:
         (rank, save), (other, another) = sorted((rank, save) for save, rank in first_ranks.items())[:2]
         raise replaced_error(directory, f"rank {rank} has read {_shown(save)}, rank {other} {_shown(another)}")
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+class MegatronErrors(AbstractContextManager[None]):
+    """A context in which our exceptions leave as Megatron's, too."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, CheckpointError) and not isinstance(error, _checkpointing_exception()):
+            if isinstance(error, SaveError) and own_rank() == 0:
+                # Rank 0's log is where people and scripts look for these words of Megatron's.
+                error.args = (f"Worker failure: {error}",)
+            as_megatron_error(error)
+
+
+def as_megatron_error(error: Exception) -> Exception:
+    """Make the error one of Megatron's and DCP's classes, too. It stays what it was, and pickles."""
+    own: Any = type(error)
+    if not isinstance(error, theirs := _checkpointing_exception()):
+        error.__class__ = _in_all_trees(own, theirs)
+    return error
+
+
+def _checkpointing_exception() -> Any:
+    return megatron_module("core").CheckpointingException
+
+
+@functools.cache
+def _in_all_trees(ours: Any, theirs: Any) -> Any:
+    members = {
+        "__module__": ours.__module__,
+        "__doc__": ours.__doc__,
+        "__str__": ours.__str__,  # that of CheckpointException lists ranks, and nothing else
+        "__reduce__": lambda self: (as_megatron_error, (ours(*self.args),)),
+        "_failures": {},
+    }
+    return type(ours.__name__, (ours, theirs, CheckpointException), members)

@@ -40,7 +40,15 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
-from mcore_ckpt.megatron.calls import MegatronResume, checking, current_resume, in_progress, noting, synced_load
+from mcore_ckpt.megatron.calls import (
+    MegatronErrors,
+    MegatronResume,
+    checking,
+    current_resume,
+    in_progress,
+    noting,
+    synced_load,
+)
 from mcore_ckpt.megatron.serialization import (
     TRAINING,
     around_load,
@@ -61,7 +69,6 @@ from mcore_ckpt.megatron.versions import (
     SKYRL,
     TESTED_VERSIONS,
     VERL,
-    MegatronErrors,
     installed_version_text,
     let_bridge_name_its_manager,
     megatron_module,

@@ -26,7 +26,8 @@ from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.requests import ReadRequest
-from mcore_ckpt.megatron.versions import MegatronErrors, megatron_module
+from mcore_ckpt.megatron.calls import MegatronErrors
+from mcore_ckpt.megatron.versions import megatron_module
 from mcore_ckpt.state.shards import carry_layout, global_shape, leaves, local_chunks, tells_its_slices
 
 # A list in a state dict has no more entries than there are keys, unless some were removed.

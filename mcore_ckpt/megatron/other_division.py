@@ -34,7 +34,7 @@ import torch
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative, strides_of
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKeyError, PlanError, ShapeMismatchError
-from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.core.ranks import RankGroup, own_rank
 from mcore_ckpt.directory.in_force import iteration_of
 from mcore_ckpt.format.index import CheckpointIndex, ChunkLookup, is_flat_bucket
 from mcore_ckpt.format.parameter_table import (
@@ -55,7 +55,7 @@ from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.requests import ReadRequest, narrow
 from mcore_ckpt.megatron.calls import MegatronLoad, opened_reader
 from mcore_ckpt.megatron.flat_buckets import OWN_RANGES, JobBuckets
-from mcore_ckpt.megatron.versions import is_first_rank, parallel_sizes, parameter_group_identifiers
+from mcore_ckpt.megatron.versions import parallel_sizes, parameter_group_identifiers
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves_by_kind, local_box
 
 _logger = logger_of("mcore_ckpt")
@@ -239,7 +239,7 @@ def declared_reshardable(common: Any, directory: Path) -> Any:
     if not any(map(is_flat_bucket, reader.index.tensors)) and not is_removed:  # an optimizer of another kind
         return common
     if not is_removed and not any(member_of(reader.object_bytes(key), TABLE_MEMBER) for key in sorted(holders)[:1]):
-        if is_first_rank():  # what Megatron-LM raises names an option that does not help
+        if own_rank() == 0:  # what Megatron-LM raises names an option that does not help
             _logger.warning("%s was saved under another TP or PP%s", directory, _advice_on_layout(directory))
         return common
     return {**common, "content_metadata": _reshardable(content)}

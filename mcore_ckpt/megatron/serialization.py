@@ -45,7 +45,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import Outcome
-from mcore_ckpt.core.ranks import coordination_group, without_modes
+from mcore_ckpt.core.ranks import coordination_group, own_rank, without_modes
 from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of
 from mcore_ckpt.directory.publish import give_back, reserve, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY
@@ -65,6 +65,7 @@ from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron.calls import (
+    MegatronErrors,
     MegatronLoad,
     MegatronSave,
     current_load,
@@ -80,7 +81,7 @@ from mcore_ckpt.megatron.calls import (
     opened_reader,
     unwrapped,
 )
-from mcore_ckpt.megatron.versions import MegatronErrors, is_first_rank, megatron_module, patches
+from mcore_ckpt.megatron.versions import megatron_module, patches
 from mcore_ckpt.save.transaction import give_up_forgotten_saves, saves_in_progress
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -274,7 +275,7 @@ def tell_uncertified(directory: str | Path, options: LoadOptions, why: object) -
     said = f"what is resumed from {directory} is not certified: {why}"
     if options.certify == "raise":
         raise LoadError(said)
-    if is_first_rank():
+    if own_rank() == 0:
         _logger.warning("%s", said)
 
 
@@ -403,7 +404,7 @@ def config_in_place(stock: Any) -> Any:
             directory = directory_to_read(checkpoint_dir)
             found = read_config(directory)
         if found is None:
-            if is_first_rank() and metadata_version(directory) and not _is_of_another_format(directory):
+            if own_rank() == 0 and metadata_version(directory) and not _is_of_another_format(directory):
                 _logger.warning(
                     "%s: missing, so that Megatron takes %s for no checkpoint of its own; `mcore-ckpt repair --from` "
                     "restores it from a copy",
@@ -479,7 +480,7 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
                 continue
             if not wanted and look_at(candidate)[0].removed is not None:  # it may lack what the damaged one had
                 continue
-            if is_first_rank():
+            if own_rank() == 0:
                 _logger.warning(
                     "going back to iteration %d, %s, as on_damaged='go_back' asks: tensors, common state and iteration "
                     "are those of that checkpoint. THE CHECKPOINT IS DAMAGED: %s (%s)",

@@ -20,17 +20,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, StrategyNotFoundError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host, names_second_tier
 from mcore_ckpt.core.process import run_concurrently
-from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, own_rank, without_modes
 from mcore_ckpt.directory.in_force import iteration_of
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import is_flat_bucket
@@ -40,6 +40,7 @@ from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here, read_
 from mcore_ckpt.load.records import ReadStats, of_one_save
 from mcore_ckpt.megatron.calls import (
     Identity,
+    MegatronErrors,
     check_common,
     check_ranks,
     current_load,
@@ -50,17 +51,14 @@ from mcore_ckpt.megatron.calls import (
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.megatron.versions import (
     TESTED_VERSIONS,
-    MegatronErrors,
     differences,
     installed_version_text,
-    is_first_rank,
     mapping,
     megatron_module,
     nvrx_core,
     optional_module,
     own_version,
     parallel_layout,
-    quantized_test,
     sharded_tensor_of,
     strategy_base,
 )
@@ -343,7 +341,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             with of_one_save(reader.index, reader.index_version):
                 yield reader
             check_common(path, identity_of(reader.index.manifest, tuple(reader.index_version or ())), reader.index)
-            if names_second_tier() and first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
+            if names_second_tier() and first_of_this_host(own_rank()):
                 saving = SaveOptions.from_environment()
                 if saving.drain_to is not None:
                     from mcore_ckpt.save.upkeep import run_loaded
@@ -421,7 +419,7 @@ def _tell_load(reader: CheckpointReader, before: ReadStats, took_s: float) -> No
             "mcore_ckpt/load/bytes_per_second": loaded_bytes / max(took_s, 1e-9),
         }
         show(reader.path, scalars)
-    if not is_first_rank():
+    if own_rank() != 0:
         return
     _logger.log(
         line_level(loaded_bytes),
@@ -452,7 +450,7 @@ def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
 def _load(reader: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Fill a state dict's tensors, and return it with tensors and objects in place of their descriptions."""
     tensors, sharded_objects = leaves_by_kind(sharded_state_dict)
-    plain, quantized, is_quantized = tensors, list[Any](), quantized_test()
+    plain, quantized, is_quantized = tensors, list[Any](), _quantized_test()
     if is_quantized is not None:
         quantized = [shard for shard in tensors if shard.data is not None and is_quantized(shard.data)]
         plain = [shard for shard in tensors if shard.data is None or not is_quantized(shard.data)]
@@ -561,6 +559,17 @@ def register_in_megatron() -> None:
 
 # Scratch that is held at once, in bytes; more only where a single tensor is larger.
 _SCRATCH_BYTES = 64 * 1024 * 1024
+
+
+def _quantized_test() -> Callable[[Any], bool] | None:
+    """Megatron's own test for Transformer Engine's quantized tensors; None where that is not installed."""
+    try:
+        module = import_module("megatron.core.fp8_utils")
+    except ImportError:
+        return None
+    # The second is the name to 0.13.
+    has_class = getattr(module, "HAVE_TE_FP8_TENSOR_CLASS", False) or getattr(module, "HAVE_TE_FLOAT8TENSOR", False)
+    return module.is_float8tensor if has_class else None
 
 
 def _read_quantized(reader: CheckpointReader, shards: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is known of Megatron-Core's insides: where versions differ, what has been replaced in it, and its errors.
+"""What is known of Megatron-Core's insides: where versions differ, and what has been replaced in it.
 
 Megatron-Core has three shapes that matter here:
 
@@ -6,8 +6,7 @@ Megatron-Core has three shapes that matter here:
     0.17, 0.18    no registry: the classes are used by name; `common.pt` by a function
     0.19 -        the same, and the common state is an object inside the checkpoint
 
-`contract.py` says which names each has, `install.py` replaces them, by `Patches`. An error that leaves a strategy is an
-instance of this package's, of Megatron's and of DCP's classes at once (`MegatronErrors`).
+`CONTRACT` in `install.py` says which names each has; they are replaced by `Patches`.
 
 Up to 0.15 Megatron calls `numpy.product`, which numpy 2 does not have. Its modules get a `numpy` of their own then.
 """
@@ -17,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,9 +25,9 @@ from typing import Any, Literal
 
 import numpy
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
-from mcore_ckpt.core.errors import CheckpointError, SaveError, UnsupportedMegatronError
+from mcore_ckpt.core.errors import UnsupportedMegatronError
+from mcore_ckpt.core.ranks import own_rank
 from mcore_ckpt.format.zip_records import version_of
 
 # The one list: scripts/test_matrix.sh reads this line, and a test compares it with README and docs/megatron.md.
@@ -245,17 +244,6 @@ def sharded_tensor_of(key: str, original_shape: tuple[int, ...] | None, stored: 
     return cls.from_rank_offsets_flat(key, whole.flatten(), whole.shape, flattened_range=everything).without_data()
 
 
-def quantized_test() -> Callable[[Any], bool] | None:
-    """Megatron's own test for Transformer Engine's quantized tensors; None where that is not installed."""
-    try:
-        module = import_module("megatron.core.fp8_utils")
-    except ImportError:
-        return None
-    # The second is the name to 0.13.
-    has_class = getattr(module, "HAVE_TE_FP8_TENSOR_CLASS", False) or getattr(module, "HAVE_TE_FLOAT8TENSOR", False)
-    return module.is_float8tensor if has_class else None
-
-
 def parallel_layout() -> str:
     """Sizes of the job and its groups, and how far apart ranks are: where alike, a rank holds what its number did."""
     groups: Any = sys.modules.get("megatron.core.parallel_state")
@@ -286,7 +274,7 @@ def parameter_group_identifiers() -> tuple[str, ...]:
 
 def own_version(_: str, content: bytes) -> bytes:
     """The version of an object that this rank has saved, from the object's record; else the main one."""
-    return version_of(content, parallel_layout(), dist.get_rank() if dist.is_initialized() else 0)
+    return version_of(content, parallel_layout(), own_rank())
 
 
 def strategy_base(kind: Literal["Save", "Load"]) -> Any:
@@ -329,50 +317,6 @@ def _closed_off(stock: type) -> type:
     }
     members["__init__"] = construct
     return type(stock.__name__, (stock,), members)
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
-class MegatronErrors(contextlib.AbstractContextManager[None]):
-    """A context in which our exceptions leave as Megatron's, too."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, CheckpointError) and not isinstance(error, _checkpointing_exception()):
-            if isinstance(error, SaveError) and is_first_rank():
-                # Rank 0's log is where people and scripts look for these words of Megatron's.
-                error.args = (f"Worker failure: {error}",)
-            as_megatron_error(error)
-
-
-def is_first_rank() -> bool:
-    """Whether this is rank 0, or the only one."""
-    # Not by `coordination_group`: to make one is a collective, and an error may be one rank's alone.
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-def as_megatron_error(error: Exception) -> Exception:
-    """Make the error one of Megatron's and DCP's classes, too. It stays what it was, and pickles."""
-    own: Any = type(error)
-    if not isinstance(error, theirs := _checkpointing_exception()):
-        error.__class__ = _in_all_trees(own, theirs)
-    return error
-
-
-def _checkpointing_exception() -> Any:
-    return megatron_module("core").CheckpointingException
-
-
-@functools.cache
-def _in_all_trees(ours: Any, theirs: Any) -> Any:
-    members = {
-        "__module__": ours.__module__,
-        "__doc__": ours.__doc__,
-        "__str__": ours.__str__,  # that of CheckpointException lists ranks, and nothing else
-        "__reduce__": lambda self: (as_megatron_error, (ours(*self.args),)),
-        "_failures": {},
-    }
-    return type(ours.__name__, (ours, theirs, CheckpointException), members)
 
 
 # --- numpy 2 ----------------------------------------------------------------------------------------------------------

@@ -40,8 +40,9 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.launch import main as launch
+from mcore_ckpt.megatron.calls import as_megatron_error
 from mcore_ckpt.megatron.install import CONTRACT, _AfterImport, owner_of
-from mcore_ckpt.megatron.versions import TESTED_VERSIONS, as_megatron_error, megatron_version
+from mcore_ckpt.megatron.versions import TESTED_VERSIONS, megatron_version
 from tests.support.kept_log import kept_log
 from tests.support.processes import forked, in_child
 
