@@ -151,15 +151,12 @@ def _some(lines: Sequence[str]) -> list[str]:
 
 def _verified(arguments: argparse.Namespace) -> Outcome:
     """Verify, after the common state was accepted as it is, and repair what is damaged; each where it is asked for."""
-    from mcore_ckpt.format.metadata_read import MAX_METADATA_BYTES, METADATA_FILE, read_small_file
     from mcore_ckpt.tools.inspection import checkpoint_directory
-    from mcore_ckpt.tools.verify import accept_common_file, repair_checkpoint, verify_checkpoint
+    from mcore_ckpt.tools.verify import accept_common_file, copy_of, repair_checkpoint, verify_checkpoint
 
     directory, optimizer = checkpoint_directory(arguments.checkpoint), arguments.check_optimizer
     # Looked at first: what is wrong with it shows before the hours that a verification may take.
-    other = checkpoint_directory(arguments.other) if arguments.other else None
-    if other is not None:
-        read_small_file(other, METADATA_FILE, MAX_METADATA_BYTES)
+    other = copy_of(directory, arguments.other) if arguments.other else None
     shown, accepted = False if arguments.quiet else None, None
     if arguments.accept_common_state and not arguments.dry_run:
         accepted = current_team().first("accept the common state", lambda: accept_common_file(directory))

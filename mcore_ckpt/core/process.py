@@ -422,12 +422,15 @@ class Crew:
                     thread.join(_STUCK_JOIN_S if self._is_stuck else timeout_s)
 
 
+_MOST_THREADS: Final = 1024
+
+
 def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, name: str = "mcore_ckpt-read") -> None:
     """Call `work` on each task, in order, in at most `threads` threads. The first error ends it, and is raised."""
     if threads < 1:  # none would do the work, and nothing would tell
         raise OptionError(f"workers={threads}: expected at least 1")
     remaining = iter(tasks)
-    first = list(islice(remaining, threads))
+    first = list(islice(remaining, min(threads, _MOST_THREADS)))
     remaining = chain(first, remaining)
     if len(first) < 2:
         for task in remaining:

@@ -158,7 +158,7 @@ def prune_run(
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
-            raise OptionError(f"{name}={value}: expected at least 1; the newest complete checkpoint always stays")
+            raise OptionError(f"{name}={value}: expected at least 1")
     tracked = tracked_name(run)
     directories = directories_of_run(run)
     aside = _finished(run) if remove else []
@@ -221,7 +221,8 @@ def _newest(
     numbered = {each.iteration: each for each in reversed(whole) if each.iteration is not None}
 
     def first(iterations: Iterable[int]) -> list[int]:
-        return list(itertools.islice((each for each in iterations if stays(numbered[each])), keep_last))
+        found = (each for each in iterations if stays(numbered[each]))
+        return list(itertools.islice(found, min(keep_last, len(numbered))))
 
     times = {iteration: (each.made_at_s or 0.0, iteration) for iteration, each in numbered.items()}
     by_time = first(sorted(times, key=times.__getitem__, reverse=True))

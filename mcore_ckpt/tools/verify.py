@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.core.boxes import Box, strides_of
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.team import Progress, current_team
 from mcore_ckpt.directory.commit import Commit, file_on_its_way
@@ -46,6 +46,7 @@ from mcore_ckpt.format.item import element_bytes, verify_records
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
+    MAX_METADATA_BYTES,
     METADATA_FILE,
     checked_footer,
     parse_index,
@@ -71,7 +72,7 @@ from mcore_ckpt.load.checks import (
 )
 from mcore_ckpt.load.ranges import Span
 from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.resolve import is_same_directory, storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, in_force
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.runs import copy_into
@@ -345,6 +346,17 @@ def _footer_problems(
 _COMPARED_ITEMS = 16
 
 
+def copy_of(directory: Path, other: str | os.PathLike[str]) -> Path:
+    """The directory that `other` names, from which another one is to be repaired. Raises `OptionError` if it is that
+    one, and `LoadError` if there is no index.
+    """
+    found = checkpoint_directory(other)
+    if found == directory or is_same_directory(found, directory):
+        raise OptionError(f"{found}: is the checkpoint to be repaired, {directory}; name a copy of it")
+    read_small_file(found, METADATA_FILE, MAX_METADATA_BYTES)
+    return found
+
+
 def repair_checkpoint(
     report: VerifyReport, other: str | os.PathLike[str], *, dry_run: bool = False, progress: bool | None = False
 ) -> VerifyReport:
@@ -363,13 +375,15 @@ def repair_checkpoint(
         `unmatched` are problems for which the copy has no sound file, which of another save are all.
 
     Raises:
+        OptionError: `other` is the checkpoint itself.
         CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
             describe the files that are to be repaired.
         CheckpointExistsError: the checkpoint is model-only, and `other` is of another one, or model-only, too.
         LoadError: another save has replaced the copy meanwhile.
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
-    copy, directory, team = checkpoint_directory(other), checkpoint_path(report.path), current_team()
+    directory, team = checkpoint_path(report.path), current_team()
+    copy = copy_of(directory, other)
     if report.removed is not None and (not report.problems or any(map(is_optimizer_key, read_index(copy).tensors))):
         names = copy_into(copy, directory, dry_run=dry_run).copied
         if dry_run:

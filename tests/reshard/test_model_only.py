@@ -224,7 +224,9 @@ def test_a_repair_compares_iteration_and_model_where_ids_do_not_tell(
     reshard_checkpoint(copy, resharded, tp=1, pp=1)
     write_model(tmp_path / "later", iteration=8)
     write_model(tmp_path / "other", iteration=1, tensors=model_tensors() | {"output_layer.weight": torch.ones(48, 16)})
+    (tmp_path / "link").symlink_to(old)
     wrong = {
+        tmp_path / "link": "is the checkpoint to be repaired",
         tmp_path / "later": "has another iteration 8",
         tmp_path / "other": "has another output_layer.weight",
         run / name_of(200): "has no optimizer's state either",

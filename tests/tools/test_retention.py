@@ -88,6 +88,7 @@ def everything(run: Path) -> dict[str, int]:
 
 def test_nothing_is_removed_unless_it_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = everything(run)
+    assert main(["prune", str(run), "--keep-last", f"{10**30}", "--yes"]) == 0
     assert main(["prune", str(run), "--keep-last", "1"]) == 0
     shown = capsys.readouterr().out
     assert "4 of 5 checkpoints to remove" in shown
