@@ -45,8 +45,7 @@ _TESTS: Final = (
     "tests/storage/test_object_stores.py",
     "tests/tools/test_copy.py",
     "tests/tools/test_retention.py",
-    "tests/models/test_models_in_stores.py",
-    "tests/reshard/test_reshard_in_stores.py",
+    "tests/models/test_conversions_in_stores.py",
 )
 _S3_TESTS: Final = (
     *_TESTS,

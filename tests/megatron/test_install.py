@@ -13,6 +13,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,18 @@ from mcore_ckpt import (
     CheckpointError,
     CheckpointNotFoundError,
     MissingKeyError,
+    OptionError,
     SaveOptions,
+    StrategyNotFoundError,
     TorchDistLoadStrategy,
     TorchDistSaveStrategy,
     UnsupportedMegatronError,
+    get_strategy,
+    register_strategy,
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.launch import main as launch
+from mcore_ckpt.megatron import strategy as registry
 from mcore_ckpt.megatron.calls import as_megatron_error
 from mcore_ckpt.megatron.install import CONTRACT, _AfterImport, owner_of
 from mcore_ckpt.megatron.versions import TESTED_VERSIONS, megatron_version
@@ -86,8 +92,45 @@ def test_our_registry_decides_what_megatrons_look_up_finds() -> None:
 
     mcore_ckpt.install()
     mine = TorchDistSaveStrategy(options=SaveOptions(thread_count=7))
-    mcore_ckpt.register_strategy("save_sharded", "torch_dist", 1, mine)
+    register_strategy("save_sharded", "torch_dist", 1, mine)
     assert get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1) is mine
+
+
+class Action(Enum):
+    """As Megatron's `StrategyAction`."""
+
+    SAVE_SHARDED = "save_sharded"
+
+
+class Strategy:
+    """Stands for a strategy; callable, to show that an instance is not mistaken for a factory."""
+
+    def save(self) -> None:
+        """Save nothing."""
+
+    def __call__(self) -> None:
+        raise AssertionError("a strategy was called as if it were a factory")
+
+
+@pytest.mark.quick
+def test_a_factory_is_called_at_each_look_up_and_an_instance_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    register_strategy("save_sharded", "mine", 3, Strategy)
+    first, second = get_strategy("save_sharded", "mine", 3), get_strategy(Action.SAVE_SHARDED, "mine", 3)
+    assert isinstance(first, Strategy)
+    assert first is not second
+    register_strategy(Action.SAVE_SHARDED, "mine", 3, first)  # a later registration wins
+    assert get_strategy("save_sharded", "mine", 3) is get_strategy(Action.SAVE_SHARDED, "mine", 3) is first
+    with pytest.raises(StrategyNotFoundError) as caught:
+        get_strategy("save_sharded", "zarr", 1)
+    for named in (
+        "save_sharded 'zarr' version 1",
+        "save_sharded 'mine' version 3",
+        "load_sharded 'torch_dist' version 1",
+    ):
+        assert named in str(caught.value)
+    with pytest.raises(OptionError, match="load_sharded"):
+        register_strategy("save", "mine", 1, Strategy)
 
 
 def module_with(name: str, code: str) -> Any:

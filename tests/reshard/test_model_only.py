@@ -49,17 +49,9 @@ ITERATIONS = (100, 200, 300)
 GOLDEN = Path(__file__).parents[1] / "format" / "golden"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One as Megatron-Core writes it: without a manifest, its files without the id of a save."""
-    path = tmp_path_factory.mktemp("one") / "checkpoint"
-    write_model(path, tp=2)
-    torch.save({"iteration": 1}, path / "common.pt")
-    return path
-
-
 @pytest.fixture
 def run(checkpoint: Path, tmp_path: Path) -> Path:
+    """As Megatron-Core writes it: without manifests, files without the id of a save."""
     for iteration in ITERATIONS:
         shutil.copytree(checkpoint, tmp_path / "run" / name_of(iteration))
     return tmp_path / "run"
@@ -223,7 +215,7 @@ def test_a_repair_compares_iteration_and_model_where_ids_do_not_tell(
     copy, resharded = shutil.copytree(old, tmp_path / "copy"), tmp_path / "resharded"
     reshard_checkpoint(copy, resharded, tp=1, pp=1)
     write_model(tmp_path / "later", iteration=8)
-    write_model(tmp_path / "other", iteration=1, tensors=model_tensors() | {"output_layer.weight": torch.ones(48, 16)})
+    write_model(tmp_path / "other", tensors=model_tensors() | {"output_layer.weight": torch.ones(48, 16)})
     (tmp_path / "link").symlink_to(old)
     wrong = {
         tmp_path / "link": "is the checkpoint to be repaired",

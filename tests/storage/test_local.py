@@ -17,7 +17,7 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
-from tests.support.meanwhile import behind
+from tests.support.meanwhile import ahead_of, behind
 
 pytestmark = pytest.mark.quick
 
@@ -37,31 +37,27 @@ def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_
     assert cached_pages(tmp_path / "file") == 0
 
 
-def test_abort_does_not_close_the_file_under_a_write_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
-) -> None:
+def test_abort_does_not_close_the_file_under_a_write_that_hangs(local: LocalStorage, tmp_path: Path) -> None:
     """The descriptor's number would go to another file, and the write would go on there."""
     writing, released = threading.Event(), threading.Event()
     before = open_fds()
-    real_pwrite = os.pwrite
 
-    def hang(fd: int, view: memoryview, offset: int) -> int:
+    def hang(*_: object) -> None:
         writing.set()
         assert released.wait(30)
-        return real_pwrite(fd, view, offset)
 
     writer = local.open_writer("file", 4096)
-    monkeypatch.setattr(os, "pwrite", hang)
     thread = threading.Thread(target=writer.write, args=(0, aligned(b"x" * 4096)))
-    thread.start()
-    assert writing.wait(30)
-    writer.abort()
-    assert list(tmp_path.iterdir()) == []
-    assert open_fds() != before
-    with pytest.raises(SaveError, match="finished or aborted"):
-        writer.write(0, aligned(b"y" * 4096))
-    released.set()
-    thread.join()
+    with ahead_of(os, "pwrite", hang):
+        thread.start()
+        assert writing.wait(30)
+        writer.abort()
+        assert list(tmp_path.iterdir()) == []
+        assert open_fds() != before
+        with pytest.raises(SaveError, match="finished or aborted"):
+            writer.write(0, aligned(b"y" * 4096))
+        released.set()
+        thread.join()
     assert open_fds() == before
 
 
@@ -210,18 +206,15 @@ def test_a_wrong_name_that_listings_keep_alive_is_left_alone_for_a_while(
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
-def test_no_close_of_what_was_only_read_fails(code: int, shared: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_close = os.close
-
-    def close(fd: int) -> None:
-        real_close(fd)
+def test_no_close_of_what_was_only_read_fails(code: int, shared: LocalStorage) -> None:
+    def fail(_: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "close", close)
-    assert LOOKS["read"](shared) == b"content"
-    assert LOOKS["version"](shared) is not None
-    assert LOOKS["in use"](shared) is True
-    shared.sync()
+    with behind(os, "close", fail):
+        assert LOOKS["read"](shared) == b"content"
+        assert LOOKS["version"](shared) is not None
+        assert LOOKS["in use"](shared) is True
+        shared.sync()
 
 
 @pytest.mark.parametrize(

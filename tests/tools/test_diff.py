@@ -21,7 +21,7 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.parameter_table import TABLE_MEMBER
 from mcore_ckpt.format.zip_records import with_members
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.tools.diff import DiffReport, TensorDiff, diff_checkpoints
+from mcore_ckpt.tools.diff import DiffReport, TensorDiff, diff_checkpoints, model_and_optimizer
 from tests.support.fsdp_ranks import MESHES, save_divided
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import flip
@@ -249,7 +249,12 @@ def test_a_changed_element_and_damage(tmp_path: Path, capsys: pytest.CaptureFixt
     tensors = model_tensors()
     write_model(tmp_path / "a", tp=2, tensors=tensors)
     write_model(tmp_path / "b", tp=1, tensors=tensors)
-    assert checkpoint_fingerprint(tmp_path / "a") == checkpoint_fingerprint(tmp_path / "b")
+    stored = checkpoint_fingerprint(tmp_path / "a")
+    assert stored == checkpoint_fingerprint(tmp_path / "b")
+    assert main(["verify", str(tmp_path / "a"), "--state", "--json"]) == 0
+    model, optimizer = model_and_optimizer(stored)
+    totals = {"total": stored.total, "model": model.total, "optimizer": optimizer.total}
+    assert json.loads(capsys.readouterr().out)["state"] == {**totals, "not_as_saved": []}
     assert checkpoint_fingerprint(tmp_path / "a", only="*fc1*").tensors.keys() < tensors.keys()  # type: ignore[union-attr]
     changed = {**tensors, ROWS: tensors[ROWS].clone()}
     changed[ROWS].view(-1)[5] += 1
@@ -272,6 +277,7 @@ def test_a_comparison_of_stored_fingerprints_says_that_it_has_read_nothing(
 ) -> None:
     write_model(tmp_path / "columns", tp=2)
     reshard_checkpoint(tmp_path / "columns", tmp_path / "a", tp=1, pp=1)
+    assert read_index(tmp_path / "a").fingerprints.keys() == model_tensors().keys()
     shutil.copytree(tmp_path / "a", tmp_path / "damaged")
     flip_item(read_index(tmp_path / "damaged"), COLUMNS)
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "damaged"), "--state"]) == 0

@@ -35,7 +35,6 @@ from mcore_ckpt.tools.runs import list_run
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import flip
 from tests.support.meanwhile import ahead_of, behind, once
-from tests.support.model_like import write_model
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import exit_code, fork, in_child
 from tests.support.stored_layouts import whole, write_checkpoint
@@ -48,15 +47,6 @@ ITERATIONS = (100, 200, 300, 400, 500)
 
 def name_of(iteration: int) -> str:
     return f"iter_{iteration:07d}"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("one") / "checkpoint"
-    write_model(path, tp=2)
-    (path / "metadata.json").write_bytes(encode_config())
-    torch.save({}, path / "common.pt")
-    return path
 
 
 @pytest.fixture

@@ -4,16 +4,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mcore_ckpt import copy_checkpoint, merge_checkpoints, verify_checkpoint
-from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.target_directory import remove_begun
 from mcore_ckpt.tools.verify import repair_checkpoint
+from tests.models import test_huggingface as hugging_face
+from tests.support.local_files import contents
 from tests.support.model_like import assert_same, model_tensors, read_all, reshard_killed, write_model
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request
 
@@ -155,3 +159,60 @@ def test_a_damaged_checkpoint_in_a_store_is_repaired(
     assert repair_checkpoint(report, tmp_path / "local").whole
     for name in names:
         assert object_directory.get(f"copy/{name}") == (tmp_path / "local" / name).read_bytes()
+
+
+# --- files of models, which are the same as in directories
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "safetensors": ("files", {"max_shard_bytes": 10_000}),
+    "hf": ("hf", {"max_shard_bytes": 10_000}),
+}
+# Without which the others are not read, or not all of them.
+LAST = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    import_checkpoint(
+        hugging_face.write_hf(place / "hf", hugging_face.model_tensors()), place / "checkpoint", kind="hf", tp=2
+    )
+    return place / "checkpoint"
+
+
+def stored(store: ObjectDirectory, folder: str) -> dict[str, bytes]:
+    names = [name for name in store.names() if name.startswith(f"{folder}/")]
+    return {name.removeprefix(f"{folder}/"): store.get(name) for name in names}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_what_is_exported_to_a_store_is_what_is_exported_to_a_directory_and_comes_back(
+    to: Any, model: Path, object_directory: ObjectDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = KINDS[to]
+    export_checkpoint(model, tmp_path / "local", to=to, **options)
+    with Proxy(object_directory.server) as proxy, monkeypatch.context() as patched:
+        patched.setenv(object_directory.variable, proxy.url)
+        export_checkpoint(model, f"{object_directory.url}/model", to=to, **options)
+        made = [request.key.rpartition("/")[2] for request in proxy.requests if request.makes]
+    assert stored(object_directory, "model") == contents(tmp_path / "local")
+    assert len(contents(tmp_path / "local")) > 1
+    files = [name for name in made if "incomplete" not in name]
+    assert files[-1] == LAST
+    assert to != "hf" or files[-2] == "config.json"
+    import_checkpoint(f"{object_directory.url}/model", tmp_path / "back", kind=kind)  # type: ignore[arg-type]
+    import_checkpoint(tmp_path / "local", tmp_path / "again", kind=kind)  # type: ignore[arg-type]
+    assert_same(read_all(tmp_path / "back"), read_all(tmp_path / "again"))
+    with pytest.raises(CheckpointExistsError):
+        export_checkpoint(model, f"{object_directory.url}/model", to=to, **options)
+
+
+def test_one_file_in_a_store_is_imported_alone(model: Path, object_directory: ObjectDirectory, tmp_path: Path) -> None:
+    export_checkpoint(model, f"{object_directory.url}/model", to="torch")
+    import_checkpoint(f"{object_directory.url}/model/pytorch_model.bin", tmp_path / "back")
+    copy_checkpoint(model, f"{object_directory.url}/whole")
+    assert_same(read_all(tmp_path / "back"), read_all(model))
+    with pytest.raises(CheckpointNotFoundError, match="no such file or directory"):
+        import_checkpoint(f"{object_directory.url}/model/other.bin", tmp_path / "none")
+    with pytest.raises(CheckpointNotFoundError, match="nothing to import"):
+        import_checkpoint(f"{object_directory.url}/", tmp_path / "none")
