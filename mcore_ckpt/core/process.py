@@ -176,12 +176,12 @@ class Sentinel:
             os.close(fd)
 
 
-def wait_readable(fds: list[int], timeout_s: float, sentinel: Sentinel) -> None:
-    """Wait until one of `fds` can be read or the sentinel's process is gone; without a pidfd, only for a moment."""
+def wait_readable(fd: int, timeout_s: float, sentinel: Sentinel) -> None:
+    """Wait until `fd` can be read or the sentinel's process is gone; without a pidfd, only for a moment."""
     poller = select.poll()
-    for fd in [*fds, sentinel.fd]:
-        if fd >= 0:
-            poller.register(fd, select.POLLIN)
+    for each in (fd, sentinel.fd):
+        if each >= 0:
+            poller.register(each, select.POLLIN)
     if sentinel.fd < 0:
         timeout_s = min(timeout_s, _NO_PIDFD_PERIOD_S)
     poller.poll(max(0.0, timeout_s) * 1000)

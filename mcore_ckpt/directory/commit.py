@@ -152,6 +152,7 @@ class Owner:
             fields = json.loads(content)
             own = {name: fields.pop(name) for name in cls.__slots__ if name != "noted"}
             owner = cls(**own, noted=fields)
+            time.gmtime(owner.since_s)  # raises where it is no time
             well_formed = (
                 all(type(text) is str for text in (owner.host, owner.place, owner.started))
                 and owner.save == save
@@ -162,7 +163,7 @@ class Owner:
             )
             if well_formed:
                 return owner
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError, RecursionError):
             pass
         return cls(save)
 
@@ -178,10 +179,7 @@ class Owner:
         return "gone" if another else "alive"
 
     def __str__(self) -> str:
-        try:
-            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))
-        except (ValueError, OverflowError, OSError):  # the note may say anything
-            since = "an unknown time"
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))
         return f"process {self.pid} on host {self.host}, since {since}"
 
 

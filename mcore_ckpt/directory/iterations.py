@@ -257,7 +257,7 @@ def _drain_of(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> 
 
 
 def _problems(
-    directory: Path, index: CheckpointIndex, sizes: Mapping[str, int], drain: DrainNote | None = None
+    directory: Path, index: CheckpointIndex, sizes: Mapping[str, int], drain: DrainNote | None
 ) -> Iterator[str]:
     yield from index.problems
     files = _files_here(index, drain)

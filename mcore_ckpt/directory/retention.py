@@ -414,33 +414,29 @@ def _bring_back(aside: Path, directory: Path) -> None:
 
 def _remove_aside(aside: Path, directory: Path) -> tuple[str, ...]:
     """Remove what is a checkpoint's own of a directory that was renamed; the rest gets its place back. Returns that."""
+    storage = storage_at(aside)
     try:
-        return _emptied(aside, directory)
+        names = [*_below(aside, storage), *_of_checkpoint(storage)]
+        for name in names:
+            storage.delete(name)
+        for folder in (*folders_of(names), *_folders_of_megatron(storage)):
+            storage_at(aside / folder).remove()
+        if storage.remove():
+            return ()
+        left = tuple(sorted((*storage.list(), *storage.folders())))
+        try:
+            aside.rename(directory)  # what is there may be empty
+        except OSError:
+            directory.mkdir(exist_ok=True)
+            for name in left:
+                if not os.path.lexists(directory / name):
+                    (aside / name).rename(directory / name)
+            storage.remove()
+        return left
     except (SaveError, LoadError, OSError):
         if not is_gone(aside):
             raise
         return ()  # another removal has finished it
-
-
-def _emptied(aside: Path, directory: Path) -> tuple[str, ...]:
-    storage = storage_at(aside)
-    names = [*_below(aside, storage), *_of_checkpoint(storage)]
-    for name in names:
-        storage.delete(name)
-    for folder in (*folders_of(names), *_folders_of_megatron(storage)):
-        storage_at(aside / folder).remove()
-    if storage.remove():
-        return ()
-    left = tuple(sorted((*storage.list(), *storage.folders())))
-    try:
-        aside.rename(directory)  # what is there may be empty
-    except OSError:
-        directory.mkdir(exist_ok=True)
-        for name in left:
-            if not os.path.lexists(directory / name):
-                (aside / name).rename(directory / name)
-        storage.remove()
-    return left
 
 
 def _finished(run: str | os.PathLike[str]) -> list[PruneDecision]:

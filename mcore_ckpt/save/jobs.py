@@ -362,8 +362,7 @@ class SupervisedChild(ABC):
         for job in list(self._jobs.values()):
             if job.deadline_s is not None:
                 timeout_s = min(timeout_s, max(job.deadline_s / SLICES, _SHORTEST_WAIT_S))
-        fd = self._news_fd()
-        wait_readable([fd] if fd >= 0 else [], timeout_s, self._sentinel)
+        wait_readable(self._news_fd(), timeout_s, self._sentinel)
 
     def _check_deadlines(self) -> None:
         """Kill at a deadline. While all are suspended, none waits: a look counts a slice, or as long as it ran."""

@@ -624,10 +624,10 @@ def _dispatch(
     from mcore_ckpt.save.forked_child import fork_call, report_progress  # (few jobs need it)
 
     with buffer.lent() as fd:
-        write = partial(_run_in_child, writer_job, fd, buffer.capacity_bytes, report_progress)
+
+        def write() -> (
+            JobResult
+        ):  # mapped again: pages that are pinned for a device are not inherited by a forked child
+            return run_job(writer_job, memoryview(mmap.mmap(fd, buffer.capacity_bytes)), report_progress)
+
         return fork_call(write, what=what, expendable=True, deadline_s=options.write_deadline_s, on_submit=read_by)
-
-
-def _run_in_child(job: WriterJob, fd: int, nbytes: int, on_written: Callable[[], None]) -> JobResult:
-    # Mapped again: pages that are pinned for a device are not inherited by a forked child.
-    return run_job(job, memoryview(mmap.mmap(fd, nbytes)), on_written)

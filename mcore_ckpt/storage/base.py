@@ -221,9 +221,6 @@ class Storage(ABC):
         """The directory as messages name it."""
         return self.location
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.location!r})"
-
     @abstractmethod
     def path(self, name: str) -> str:
         """A file as messages name it."""

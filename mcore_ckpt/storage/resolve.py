@@ -86,20 +86,6 @@ def write_new(path: str, content: bytes) -> None:
         os.close(fd)
 
 
-def replace_durably(path: str, content: bytes) -> None:
-    """Write, sync, rename, sync the directory; the order that borg and others use."""
-    directory, base = os.path.split(path)
-    temporary = os.path.join(directory, f".{base}.{secrets.token_hex(8)}.tmp")
-    write_new(temporary, content)
-    try:
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    sync_directory(directory)
-
-
 def sync_directory(path: str) -> None:
     fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -286,7 +272,16 @@ class LocalStorage(Storage):
         with saving("publishing it", path):
             if "/" in name:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-            replace_durably(path, content)
+            directory, base = os.path.split(path)
+            temporary = os.path.join(directory, f".{base}.{secrets.token_hex(8)}.tmp")
+            write_new(temporary, content)
+            try:
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            sync_directory(directory)
 
     def create(self, name: str, content: bytes) -> None:
         path = self._own(name)

@@ -16,7 +16,7 @@ from mcore_ckpt import SaveError, list_run
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.directory import commit
 from mcore_ckpt.directory.commit import Commit, identity_in_force, notes
-from mcore_ckpt.storage.resolve import replace_durably, storage_at
+from mcore_ckpt.storage.resolve import storage_at
 from tests.shared_fs.conftest import Hosts, seen
 from tests.support.gloo_ranks import start_apart
 from tests.support.local_files import aligned
@@ -111,7 +111,7 @@ def test_a_load_right_after_a_replacement_is_seen_by_a_removal(hosts: Hosts) -> 
     for number in range(6):
         with b.in_use(".metadata"):
             assert a.is_in_use(".metadata")
-            replace_durably(str(hosts[0] / ".metadata"), b"%d" % number)
+            storage_at(hosts[0]).publish(".metadata", b"%d" % number)
             with b.in_use(".metadata"):
                 assert a.is_in_use(".metadata")
         assert not a.is_in_use(".metadata")
