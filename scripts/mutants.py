@@ -113,7 +113,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the sizes of the files that are there are not compared",
-        "directory/publish.py",
+        "directory/commit.py",
         "if is_wrong(sizes[name], size)}",
         "if sizes[name] < 0}",
         "directory/test_publish.py save/test_owner.py save/test_save_edges.py",

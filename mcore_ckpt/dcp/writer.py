@@ -55,9 +55,8 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError, PlanErro
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import own_rank, without_modes
-from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.commit import Commit, check_files, discard, open_target
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.publish import check_files, discard, open_target, publish
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -68,7 +67,7 @@ from mcore_ckpt.format.index import (
     of_different_offsets,
 )
 from mcore_ckpt.format.integrity import DATA_SUFFIX, NO_SAVE_ID, SAVE_ID_BYTES, ManifestFile, shown_id, with_id
-from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, INTEGRITY_FILE
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
 from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.image.layout import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file
@@ -524,7 +523,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
                 from mcore_ckpt.save.upkeep import note_drain
 
                 note_drain(save.path, self.options, save.save_id, None, commits=True)
-            publish(target, content, has_common_state=False, needed=ends)
+            target.publish(content, needed=ends, stale=(INTEGRITY_FILE,))
         except BaseException:
             save.give_up()
             if not (target.is_undecided or is_in_force(save.storage, save.save_id)):

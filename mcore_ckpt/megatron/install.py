@@ -38,7 +38,7 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import SaveError, UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.publish import remove_tensors
+from mcore_ckpt.directory.commit import remove_tensors
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
 from mcore_ckpt.megatron.calls import (
     MegatronErrors,

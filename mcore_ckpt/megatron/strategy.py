@@ -31,8 +31,8 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, St
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host, names_second_tier
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, own_rank, without_modes
+from mcore_ckpt.directory.commit import remove_tensors
 from mcore_ckpt.directory.in_force import iteration_of
-from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.ranges import batches

@@ -22,10 +22,9 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.commit import NOTE, Commit, identity_in_force
+from mcore_ckpt.directory.commit import NOTE, Commit, discard, identity_in_force
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files, is_gone
-from mcore_ckpt.directory.publish import discard
 from mcore_ckpt.directory.retention import (
     GONE,
     REMOVAL,

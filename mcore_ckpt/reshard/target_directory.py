@@ -39,9 +39,8 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.core.team import current_team
-from mcore_ckpt.directory.commit import NOTE, Commit, Owner, is_note, notes
+from mcore_ckpt.directory.commit import NOTE, Commit, Owner, is_note, notes, sum_of_file
 from mcore_ckpt.directory.iterations import files_below
-from mcore_ckpt.directory.publish import sum_of_file
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_small_file
 from mcore_ckpt.image.layout import WrittenFile

@@ -625,9 +625,7 @@ def _dispatch(
 
     with buffer.lent() as fd:
 
-        def write() -> (
-            JobResult
-        ):  # mapped again: pages that are pinned for a device are not inherited by a forked child
+        def write() -> JobResult:  # mapped again: a forked child inherits no pages that are pinned for a device
             return run_job(writer_job, memoryview(mmap.mmap(fd, buffer.capacity_bytes)), report_progress)
 
         return fork_call(write, what=what, expendable=True, deadline_s=options.write_deadline_s, on_submit=read_by)

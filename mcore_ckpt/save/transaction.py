@@ -9,7 +9,7 @@
     commit       6 _finished                   each rank: wait for its files
                  7 _compare_replicas           if the options ask for it
                  8 _describe, check_files      coordinator: make `.metadata`, and look for the files of all ranks
-                 9 publish                     coordinator: put it in force (`directory/publish.py`)
+                 9 publish                     coordinator: put it in force (`directory/commit.py`)
 
 What fails on one rank alone is carried as an `Outcome` to the next exchange, where all ranks raise it. A save that
 fails leaves nothing: each rank removes its files when all know that nothing was published. What a save took (phases,
@@ -34,12 +34,11 @@ from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome, collector_paused, run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
-from mcore_ckpt.directory.commit import NOTE, Commit
+from mcore_ckpt.directory.commit import NOTE, Commit, check_files, discard, give_back, open_target, sum_of_file
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.publish import check_files, discard, give_back, open_target, publish, sum_of_file
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
-from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, INTEGRITY_FILE
 from mcore_ckpt.image.layout import PlannedFile, WriteBucket, WrittenFile, metadata_of
 from mcore_ckpt.save.jobs import Job, JobResult, timed_result
 from mcore_ckpt.save.planner import (
@@ -209,9 +208,10 @@ class SaveDirectory:
 
             own = [*names] if self.is_divided else None
             note_drain(self.path, self._options, save_id, own, commits=rank == 0)
+        # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
+        stale = (COMMON_FILE, INTEGRITY_FILE) if described.has_common_state else (INTEGRITY_FILE,)
         # (On the other nodes the names show another id than the commit's.)
-        has_common = described.has_common_state
-        publish(self.target, described.content, has_common_state=has_common, needed=names)
+        self.target.publish(described.content, needed=names, stale=stale)
 
     def abandon(self) -> None:
         """Put the directory back as it was before; the files of the save have been removed."""

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt import FileSystemReader, SaveError
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.directory.publish import remove_tensors
+from mcore_ckpt.directory.commit import remove_tensors
 from mcore_ckpt.format.metadata_read import read_index
 from tests.support.local_files import flip
 

@@ -15,15 +15,19 @@ import pytest
 
 from mcore_ckpt import LoadError, SaveError, SaveOptions
 from mcore_ckpt.directory import commit as commit_module
-from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, identity_in_force, seems_gone
-from mcore_ckpt.directory.in_force import DrainNote
-from mcore_ckpt.directory.publish import (
+from mcore_ckpt.directory.commit import (
+    CLAIM,
+    NOTE,
+    Commit,
+    Owner,
     discard,
+    identity_in_force,
     open_target,
-    publish,
     remove_tensors,
     reserve,
+    seems_gone,
 )
+from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE, DRAIN_FILE, METADATA_FILE, read_index
 from mcore_ckpt.storage import direct_io
@@ -54,7 +58,7 @@ def save_on(storage: Any, common: bytes) -> str:
         writer = storage.open_writer(name, 4)
         writer.write(0, memoryview(b"data"))
         writer.finish()
-        publish(target, sealed(name, target.save_id), has_common_state=False)
+        target.publish(sealed(name, target.save_id))
     except SaveError:
         target.give_up()
         discard(storage, [name])
@@ -319,7 +323,7 @@ def test_a_save_that_begins_at_any_step_of_another_never_replaces_what_it_has_no
         (path / file).write_bytes(b"late")
         is_new = seen == commit_module.identity_in_force(storage)
         try:
-            publish(target, sealed(file, target.save_id), has_common_state=False)
+            target.publish(sealed(file, target.save_id))
         except SaveError:
             lost += 1
             assert set(read_index(path).tensors) == {name}

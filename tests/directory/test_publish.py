@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.commit import Commit, check_files, open_target, reserve, settle
 from mcore_ckpt.directory.in_force import common_file_in_force
-from mcore_ckpt.directory.publish import check_files, open_target, publish, reserve, settle
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
@@ -52,7 +51,7 @@ def save(path: Path, common: bytes | None = b"common") -> str:
     if common is not None:
         reserve(LocalStorage(path), common)
     commit, name = begin(path)
-    publish(commit, metadata(name), has_common_state=False)
+    commit.publish(metadata(name))
     return name
 
 
@@ -124,7 +123,7 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
     begin_and_be_killed(tmp_path)
     commit, name = begin(tmp_path)
     content = metadata(name, objects=("common_state/shard_0_1",))
-    publish(commit, content, has_common_state=True)
+    commit.publish(content, stale=(COMMON_FILE,))
     assert common_file_in_force(storage_at(tmp_path), read_index(tmp_path)) is None
     assert names(tmp_path) == {name, METADATA_FILE}
 
@@ -193,7 +192,7 @@ def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_
 
 
 def test_a_file_that_is_there_at_another_size_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_ckpt.directory.publish._FILES_APPEAR_WITHIN_S", 0.0)
+    monkeypatch.setattr("mcore_ckpt.directory.commit._FILES_APPEAR_WITHIN_S", 0.0)
     (tmp_path / "__0_0.distcp").write_bytes(b"x" * 9)
     with pytest.raises(SaveError, match="planned with 10 bytes, and has 9"):
         check_files(Commit.begin(LocalStorage(tmp_path)), {"__0_0.distcp": 10})

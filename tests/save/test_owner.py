@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory import publish
+from mcore_ckpt.directory import commit
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
@@ -179,7 +179,7 @@ def test_a_job_that_was_stopped_does_not_write_its_config_over_that_of_the_one_a
 
 @on_ranks(2)
 def test_ranks_that_write_to_disks_of_their_own_are_told_so(rank: int, tmp_path: Path) -> None:
-    publish._FILES_APPEAR_WITHIN_S = 0.2
+    commit._FILES_APPEAR_WITHIN_S = 0.2
     directory = tmp_path / f"of-host-{rank}" / "checkpoint"
     directory.mkdir(parents=True)
     part = ShardedTensor.from_rank_offsets("w", torch.ones(100), (0, rank, 2))

@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_ckpt import LoadError, SaveError, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
-from mcore_ckpt.directory import publish
-from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.publish import reserve
+from mcore_ckpt.directory import commit
+from mcore_ckpt.directory.commit import Commit, reserve
 from mcore_ckpt.storage._objects import ObjectClient
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
@@ -164,7 +163,7 @@ def test_a_200_is_no_proof(proxied_s3: Proxy, s3_directory: S3Directory, monkeyp
         return None
 
     proxied_s3.rule = lose_a_part
-    monkeypatch.setattr(publish, "_FILES_APPEAR_WITHIN_S", 1.0)
+    monkeypatch.setattr(commit, "_FILES_APPEAR_WITHIN_S", 1.0)
     with pytest.raises(
         FAILED, match=r"planned with \d+ bytes, and has \d+\. .* has a store lost what it has confirmed"
     ):
