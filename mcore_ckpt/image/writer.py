@@ -45,12 +45,13 @@ if TYPE_CHECKING:
 # Bytes of one write, and of each buffer of a pipelined one: enough for a disk's full speed, few enough to overlap
 # filling, summing and writing from the first milliseconds on.
 WINDOW_BYTES: Final = 8 * 1024 * 1024
+_WINDOWS: Final = 3  # one is filled, one is written, one in between
 
 
 class WindowPool:
-    """Aligned buffers of one size, kept between saves. Three: one is filled, one is written, one in between."""
+    """Aligned buffers of one size, kept between saves."""
 
-    def __init__(self, window_bytes: int = WINDOW_BYTES, windows: int = 3) -> None:
+    def __init__(self, window_bytes: int = WINDOW_BYTES, windows: int = _WINDOWS) -> None:
         self.window_bytes = window_bytes
         self.windows = windows
         self.free: deque[memoryview] = deque()
@@ -73,7 +74,6 @@ class WindowPool:
 
 # How long a Ctrl-C waits for a write in progress to end.
 _INTERRUPTED_JOIN_S: Final = 2.0
-_WINDOWS: Final = 3  # as `WindowPool` has it
 _CRC: Final = struct.Struct("<I")
 
 

@@ -219,18 +219,15 @@ class _UpkeepProcess:
         with self.process as process:
             assert process.stdout is not None
             for line in process.stdout:
-                _log(line)
+                try:
+                    level, text = json.loads(line)
+                    _logger.log(level, "%s", text)
+                except (ValueError, TypeError):
+                    shown = line.decode(errors="replace").rstrip()
+                    _logger.warning("the process that looks after the run: %s", shown)
         if process.returncode:
             text = exit_text(process.returncode)
             _logger.warning("the process that looks after the run %s; the next save starts another", text)
-
-
-def _log(line: bytes) -> None:
-    try:
-        level, text = json.loads(line)
-        _logger.log(level, "%s", text)
-    except (ValueError, TypeError):
-        _logger.warning("the process that looks after the run: %s", line.decode(errors="replace").rstrip())
 
 
 # The upkeep process of this process, if one was started; one that has died is replaced.

@@ -207,11 +207,6 @@ def write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
         done += written
 
 
-def write_back(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
-    """Start writing dirty pages of a range, and wait if asked. Raises the device's `OSError`, reported once."""
-    _advise("sync_file_range", fd, offset, nbytes, _SYNC_WRITE_AND_WAIT if wait else _SYNC_WRITE)
-
-
 def populate(address: int, nbytes: int) -> bool:
     """Map pages of shared memory (page-aligned), so that touching them is no fault; whether all are there."""
     done: int = _libc().madvise(address, nbytes, _MADV_POPULATE_WRITE)
@@ -561,12 +556,12 @@ class LocalWriter(RangeWriter):
 
     def _write_buffered(self, fd: int, offset: int, view: memoryview) -> None:
         write_all(fd, view, offset)
-        write_back(fd, offset, len(view), wait=False)
+        _advise("sync_file_range", fd, offset, len(view), _SYNC_WRITE)  # dirty pages: a failed write is told once
         with self._lock:
             self._unsynced.append((offset, len(view)))
             oldest = self._unsynced.popleft() if len(self._unsynced) > _UNSYNCED_WRITES else None
         if oldest is not None:
-            write_back(fd, *oldest, wait=True)
+            _advise("sync_file_range", fd, *oldest, _SYNC_WRITE_AND_WAIT)
             drop_cached(fd, *oldest)
 
     def finish(self) -> None:
