@@ -386,12 +386,11 @@ def names_second_tier() -> bool:
     return f"{_ENVIRONMENT_PREFIX}DRAIN_TO" in os.environ
 
 
-def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def unknown_variables() -> dict[str, str]:
     """`MCORE_CKPT_*` variables that set no option, but those of tests; each with the one most like it, or ""."""
-    source = os.environ if environment is None else environment
     known = {option.name.upper() for cls in (SaveOptions, LoadOptions) for option in fields(cls)}
     unknown: dict[str, str] = {}
-    for variable in source:
+    for variable in os.environ:
         name = variable.removeprefix(_ENVIRONMENT_PREFIX)
         if name != variable and name not in known and not name.startswith("TEST"):
             import difflib  # (half of what importing this module would cost)
@@ -401,21 +400,19 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str,
     return unknown
 
 
-def ranks_of_this_host(environment: Mapping[str, str] | None = None) -> int:
+def ranks_of_this_host() -> int:
     """How many ranks share this host's memory, as far as the launcher tells: the world's size at worst, 1 at least."""
-    source = os.environ if environment is None else environment
     for name in (*_LOCAL_SIZES, "WORLD_SIZE"):
-        text = source.get(name, "")
+        text = os.environ.get(name, "")
         if text.isdecimal() and int(text) > 0:
             return int(text)
     return 1
 
 
-def first_of_this_host(rank: int, environment: Mapping[str, str] | None = None) -> bool:
+def first_of_this_host(rank: int) -> bool:
     """Whether a rank is the first of its host, as far as the launcher tells; else whether it is the first of all."""
-    source = os.environ if environment is None else environment
     for name in _LOCAL_RANKS:
-        text = source.get(name, "")
+        text = os.environ.get(name, "")
         if text.isdecimal():
             return int(text) == 0
     return rank == 0

@@ -544,7 +544,7 @@ def start_writing(
     """Take the snapshot and start the writing; when this returns, the trainer may change its state. An error waits for
     `Job.result`, where all ranks are notified of it. `started` gets the job as soon as there is one.
     """
-    if not storage.serves_forks:
+    if storage.is_store:  # whose client a forked child cannot use
         options = replace(options, writer="persistent")
     try:
         return _copy_and_dispatch(storage, buckets, options, what, plan, started)

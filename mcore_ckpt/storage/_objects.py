@@ -367,7 +367,6 @@ class ObjectStorage(Storage):
     open_ahead = 4
     asks_at_once = 16
     is_store = True
-    serves_forks = False
 
     def __init__(
         self,

@@ -210,7 +210,6 @@ class Storage(ABC):
     open_ahead: int = 0  # files that are opened ahead of the one that is read; 0 where opening one takes no request
     asks_at_once: int = 1  # requests for small things sent at once; 1 where an answer comes sooner than a thread starts
     is_store: bool = False  # of objects: nothing is renamed or claimed, and a put may have a condition
-    serves_forks: bool = True  # a forked child of a process that uses it can use it, too
 
     @property
     @abstractmethod

@@ -109,9 +109,10 @@ def test_what_cannot_work_is_refused(options: Any, values: dict[str, Any], messa
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_misspelled_variable_is_found() -> None:
+def test_a_misspelled_variable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"MCORE_CKPT_WRITTER": "fork", "MCORE_CKPT_WRITER": "fork", "MCORE_CKPT_TEST_X": "1", "PATH": "/"}
-    assert unknown_variables({**environment, "MCORE_CKPT_XYZZY": ""}) == {
+    monkeypatch.setattr("os.environ", {**environment, "MCORE_CKPT_XYZZY": ""})
+    assert unknown_variables() == {
         "MCORE_CKPT_WRITTER": "MCORE_CKPT_WRITER",
         "MCORE_CKPT_XYZZY": "",
     }

@@ -122,8 +122,11 @@ def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
     ],
     ids=str,
 )
-def test_the_launcher_tells_how_many_ranks_share_a_host(environment: dict[str, str], expected: int) -> None:
-    assert ranks_of_this_host(environment) == expected
+def test_the_launcher_tells_how_many_ranks_share_a_host(
+    environment: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", environment)
+    assert ranks_of_this_host() == expected
 
 
 # --- what is left when a save does not end well -----------------------------------------------------------------------
