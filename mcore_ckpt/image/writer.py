@@ -200,15 +200,15 @@ class ImageStream:
         self._around = around
         self._checksums = _Checksums(planned)
         self._payload = 0  # number of the payload that is fed
-        self._position = 0  # of the next byte to be set
-        self._handed_over = 0  # where the bytes begin that have not been handed over
-        self._base = self._stop = 0  # of the window
+        self.position = 0  # of the next byte to be set
+        self.handed_over = 0  # where the bytes begin that have not been handed over
+        self.base = self._stop = 0  # of the window
 
     def fill(self, fill: Fill) -> None:
         """Have `fill(window, view)` set each window: all bytes of `view`, since the buffer has been used before."""
-        while self._position < self.size_bytes:
+        while self.position < self.size_bytes:
             view = self._space()
-            fill(Window(self._position, self._stop), view)
+            fill(Window(self.position, self._stop), view)
             self._advance(len(view))
 
     def feed(self, content: memoryview) -> None:
@@ -217,7 +217,7 @@ class ImageStream:
         while len(content):
             end = self._next_payload_end()
             assert end is not None, "more bytes than the payloads have"
-            part = content[: end - self._position]
+            part = content[: end - self.position]
             self._append(part)
             content = content[len(part) :]
 
@@ -227,25 +227,18 @@ class ImageStream:
             end = self._next_payload_end()
             assert end is None, "a payload lacks bytes"
             self._append(self._around(self._payload))
-        assert self._position == self.size_bytes
+        assert self.position == self.size_bytes
         self._images.close(self)
-
-    def release(self) -> None:
-        """Have the bytes written that are set, and give the window's buffer up."""
-        buffer, self.buffer = self.buffer, None
-        assert buffer is not None
-        begin, self._handed_over = self._handed_over, self._position
-        self._images.hand_over(self, buffer, self._base, begin, self._position)
 
     def _next_payload_end(self) -> int | None:
         """Set what is before the next payload that lacks bytes. Returns where that ends; None: there is none left."""
         offsets, lengths = self.planned.image.payload_offsets, self.planned.image.payload_lengths
         while self._payload < len(offsets):
             start = offsets[self._payload]
-            if self._position < start:
+            if self.position < start:
                 assert self._around is not None
                 self._append(self._around(self._payload))
-            if self._position < start + lengths[self._payload]:
+            if self.position < start + lengths[self._payload]:
                 return start + lengths[self._payload]
             self._payload += 1
         return None
@@ -263,17 +256,17 @@ class ImageStream:
         if self.buffer is None:
             self.buffer = self._images.lend(self)
             # Buffer and file are aligned together, so that whole pages can be written from where they lie.
-            self._base = self._handed_over // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-            self._stop = min(self._base + len(self.buffer), self.size_bytes)
-        return self.buffer[self._position - self._base : self._stop - self._base]
+            self.base = self.handed_over // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            self._stop = min(self.base + len(self.buffer), self.size_bytes)
+        return self.buffer[self.position - self.base : self._stop - self.base]
 
     def _advance(self, nbytes: int) -> None:
         assert self.buffer is not None
-        self._position += nbytes
-        view = self.buffer[: self._position - self._base]
-        self._checksums.advance(view, self._base, self._position)
-        if self._position == self._stop:
-            self.release()
+        self.position += nbytes
+        view = self.buffer[: self.position - self.base]
+        self._checksums.advance(view, self.base, self.position)
+        if self.position == self._stop:
+            self._images.release(self)
 
     def result(self) -> WrittenFile:
         """The result of the file, when it is finished."""
@@ -342,7 +335,7 @@ class ImageWriter:
     def lend(self, stream: ImageStream) -> memoryview:
         """A buffer for a stream that has none."""
         if len(self._setting) == self._pool.windows:
-            next(iter(self._setting.values())).release()
+            self.release(next(iter(self._setting.values())))
         buffer = self._crew.wait_for(self._pool.take)
         assert buffer is not None
         self._setting[id(stream)] = stream
@@ -353,14 +346,18 @@ class ImageWriter:
         if stream.buffer is not None:
             self._setting.move_to_end(id(stream))
 
-    def hand_over(self, stream: ImageStream, buffer: memoryview, base: int, start: int, stop: int) -> None:
-        """Have bytes `[start, stop)` of a file written from a buffer that begins at `base`."""
+    def release(self, stream: ImageStream) -> None:
+        """Have the bytes of a stream written that are set, and take the buffer of its window."""
+        buffer, stream.buffer = stream.buffer, None
+        assert buffer is not None
+        start, stop = stream.handed_over, stream.position
+        stream.handed_over = stop
         del self._setting[id(stream)]
         if stop == stream.size_bytes:
             stop = align_up(stop)  # whole blocks, for O_DIRECT; the file is cut to its size when it is finished
         with self._lock:
             stream.pending += 1
-        work = partial(self._write, stream, buffer, base, start, stop)
+        work = partial(self._write, stream, buffer, stream.base, start, stop)
         self._crew.submit(work, partial(self._pool.give_back, buffer))
 
     def close(self, stream: ImageStream) -> None:
