@@ -647,13 +647,13 @@ MAX_INFLATION: Final = 1100
 """More than any deflated record can grow."""
 
 
-def read_item(reader: RangeReader, item: StoredItem, nbytes: int = 0) -> bytes:
-    """The container of an item, unpacked if compressed; `nbytes`: of its elements, if known. Raises `LoadError`."""
-    return unpacked(reader.read(item.offset, item.length), item, nbytes)
+def read_item(reader: RangeReader, item: StoredItem) -> bytes:
+    """The container of an object, unpacked if compressed. Raises `LoadError`."""
+    return unpacked(reader.read(item.offset, item.length), item)
 
 
 def unpacked(stored: bytes, item: StoredItem, nbytes: int = 0) -> bytes:
-    """As `read_item`, of an item whose bytes have been read."""
+    """As `read_item`, of any item whose bytes have been read; `nbytes`: of its elements, if known."""
     if not item.is_compressed:
         return stored
     try:

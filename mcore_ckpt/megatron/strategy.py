@@ -582,16 +582,12 @@ def _read_quantized(reader: CheckpointReader, shards: Sequence[Any]) -> None:
             scratch.data = torch.empty(tuple(wide.shape), dtype=wide.dtype, device=wide.device)
         read_shards(reader, scratches)
         for shard, scratch in zip(batch, scratches, strict=True):
-            _quantize(shard.data, scratch.data)
-
-
-def _quantize(quantized: torch.Tensor, wide: torch.Tensor) -> None:
-    amax = getattr(getattr(quantized, "_quantizer", None), "amax", None)
-    kept = amax.detach().clone() if isinstance(amax, torch.Tensor) else None
-    with torch.no_grad():
-        quantized.copy_(wide)
-        if amax is not None and kept is not None:
-            amax.copy_(kept)
+            amax = getattr(getattr(shard.data, "_quantizer", None), "amax", None)
+            kept = amax.detach().clone() if isinstance(amax, torch.Tensor) else None
+            with torch.no_grad():
+                shard.data.copy_(scratch.data)
+                if amax is not None and kept is not None:
+                    amax.copy_(kept)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
