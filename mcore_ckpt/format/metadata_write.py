@@ -80,11 +80,6 @@ def _integer(value: int) -> bytes:
     return b"\x8a" + bytes((len(data),)) + data
 
 
-def _memo_get(number: int) -> bytes:
-    """BINGET or LONG_BINGET of a memoized object."""
-    return b"h" + bytes((number,)) if number < 256 else _PACK_GET(b"j", number)
-
-
 _PACK_FRAME = Struct("<cQ").pack
 
 
@@ -105,9 +100,10 @@ class _Memo:
     count: int = 0
 
     def next(self) -> bytes:
-        """The GET of what the MEMOIZE that is being emitted stores."""
+        """The BINGET or LONG_BINGET of what the MEMOIZE that is being emitted stores."""
+        number = self.count
         self.count += 1
-        return _memo_get(self.count - 1)
+        return b"h" + bytes((number,)) if number < 256 else _PACK_GET(b"j", number)
 
 
 def _pickled(value: Any, memo: _Memo) -> bytes:

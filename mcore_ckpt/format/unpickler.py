@@ -286,7 +286,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name; protocols up to 2 have those of Python 2."""
-        full_name = name_in_python_3(module, name) if self._has_names_of_2 else f"{module}.{name}"
+        if self._has_names_of_2:
+            module, name = NAME_MAPPING.get((module, name), (module, name))
+            module = IMPORT_MAPPING.get(module, module)
+        full_name = f"{module}.{name}"
         return self.kinds.setdefault(full_name, opaque_kind(full_name))
 
     def persistent_load(self, reference: Any) -> _Reference:
@@ -317,12 +320,6 @@ class Rules:
     def referred(self, reference: Any) -> Any:
         """The value of a persistent id."""
         return "<storage>"
-
-
-def name_in_python_3(module: str, name: str) -> str:
-    """The full name of what pickles of protocols up to 2 call as Python 2 did."""
-    module, name = NAME_MAPPING.get((module, name), (module, name))
-    return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 def unpickle(data: bytes, rules: Rules, where: str) -> Any:
