@@ -244,6 +244,7 @@ class Removed:
     said: str  # what, when, and by which setting
     saved_at_ns: int  # when the checkpoint was published with it, since 1970
     files: tuple[str, ...] = ()  # data files that it had then, where their names do not tell the save
+    tensors: int = 0  # of the optimizer, without flat buckets; 0 if that was not noted
 
 
 # The name of Megatron's note of a parameter's own global shape, where its stretches are stored as rows of a grid.
@@ -600,7 +601,8 @@ def _details(columns: Columns, text: bytes) -> dict[str, Any]:
                 "modules": [str(name) for name in meta["modules"]],
             }
         if (removed := details.get("removed")) is not None:
-            removed = Removed(str(removed["said"]), int(removed["saved_at_ns"]), tuple(map(str, removed["files"])))
+            files, tensors = tuple(map(str, removed["files"])), int(removed.get("tensors", 0))
+            removed = Removed(str(removed["said"]), int(removed["saved_at_ns"]), files, tensors)
             if not 0 <= removed.saved_at_ns < 2**63:
                 raise ValueError("no time")
         return {"storage_meta": meta, "version": None if version is None else str(version), "removed": removed}

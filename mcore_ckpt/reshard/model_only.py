@@ -34,7 +34,7 @@ from mcore_ckpt.directory.retention import (
     prune_run,
     reason_to_stay,
 )
-from mcore_ckpt.format.index import CheckpointIndex, Removed
+from mcore_ckpt.format.index import CheckpointIndex, Removed, is_flat_bucket
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, Identity, tells_save, with_id
 from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, parse_index, read_index
 from mcore_ckpt.reshard.conversion import write_all
@@ -109,7 +109,8 @@ def _decide(checkpoint: RunCheckpoint, run: str | os.PathLike[str], by: str, *, 
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     without_id = tuple(name for name in sorted(index_files(index)) if not tells_save(name))
     saved_at_ns = round((checkpoint.saved_at_s or 0.0) * 1e9)
-    removed = Removed(f"{what} was removed on {when} by {by}", saved_at_ns, without_id)
+    tensors = sum(is_optimizer_key(key) and not is_flat_bucket(key) for key in index.tensors)
+    removed = Removed(f"{what} was removed on {when} by {by}", saved_at_ns, without_id, tensors)
     under_note = partial(_under_note, storage, judged, checkpoint, run)
     try:
         why = _save_over(storage, index, removed, under_note)

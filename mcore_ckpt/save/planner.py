@@ -112,7 +112,7 @@ def split_buckets(
     buckets: list[tuple[str, list[int]]] = []
     for prefix, members in groups:
         sizes = [sizes_bytes[index] for index in members]
-        chosen = [indices for indices in balance(sizes, thread_count) if indices]
+        chosen = [indices for indices in balance(sizes, min(thread_count, len(sizes))) if indices]
         buckets += [(prefix, [members[position] for position in indices]) for indices in chosen]
     return buckets
 

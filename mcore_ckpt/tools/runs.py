@@ -245,10 +245,13 @@ def _refuse_other(there: CheckpointIndex, full: CheckpointIndex) -> None:
     why = "there is another checkpoint already"
     if there.removed is not None:
         manifests = [index.manifest for index in (there, full) if index.manifest is not None]
+        tensors = [key for key in full.tensors if is_optimizer_key(key)]
         if not any(map(is_optimizer_key, (*full.tensors, *full.objects))):
             why = f"it is model-only, and {full.path} has no optimizer's state either"
         elif len(manifests) == 2 and manifests[0].save_id == manifests[1].save_id:
             return
+        elif len(tensors) < there.removed.tensors and not any(map(is_flat_bucket, tensors)):
+            why = f"its optimizer had {there.removed.tensors} tensors, and {full.path} has {len(tensors)}"
         else:
             from mcore_ckpt.tools.diff import checkpoint_fingerprint, model_and_optimizer
 

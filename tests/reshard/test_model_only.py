@@ -216,8 +216,11 @@ def test_a_repair_compares_iteration_and_model_where_ids_do_not_tell(
     reshard_checkpoint(copy, resharded, tp=1, pp=1)
     write_model(tmp_path / "later", iteration=8)
     write_model(tmp_path / "other", tensors=model_tensors() | {"output_layer.weight": torch.ones(48, 16)})
+    part = {key: tensor for key, tensor in model_tensors().items() if "exp_avg_sq" not in key}
+    write_model(tmp_path / "part", tensors=part)
     (tmp_path / "link").symlink_to(old)
     wrong = {
+        tmp_path / "part": "its optimizer had 45 tensors, and ",
         tmp_path / "link": "is the checkpoint to be repaired",
         tmp_path / "later": "has another iteration 8",
         tmp_path / "other": "has another output_layer.weight",
