@@ -170,8 +170,8 @@ MUTANTS: Final = (
     Mutant(
         "a rank without objects loses its empty bucket's neighbours",
         "save/planner.py",
-        "chosen = [indices for indices in balance(sizes, thread_count) if indices]",
-        "chosen = [indices for indices in balance(sizes, thread_count) if indices][:1]",
+        "min(thread_count, len(sizes))) if indices]",
+        "min(thread_count, len(sizes))) if indices][:1]",
         "save/test_planning.py",
     ),
     Mutant(
