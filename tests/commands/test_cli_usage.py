@@ -19,6 +19,7 @@ from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
 from mcore_ckpt.launch import main as launch
+from tests.support.command import document_of, output_of, refusal_of
 from tests.support.kept_log import kept_log
 from tests.support.model_like import reshard_killed, write_model
 from tests.support.processes import in_child
@@ -142,16 +143,12 @@ def test_what_is_misspelt_gets_a_suggestion(arguments: str, says: str, capsys: p
     assert said.endswith(last)
 
 
-def test_list_names_what_an_interrupted_conversion_has_left(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_names_what_an_interrupted_conversion_has_left(checkpoint: Path, tmp_path: Path) -> None:
     reshard_killed(checkpoint, tmp_path / "iter_0000007")
-    assert main(["list", str(tmp_path)]) == 0
     said = "iter_0000007.partial: not complete: a conversion makes it, or has been interrupted"
-    assert said in capsys.readouterr().out
+    assert said in output_of("list", tmp_path)
     shutil.copytree(checkpoint, tmp_path / "iter_0000001")
-    assert main(["list", str(tmp_path), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+    listed = document_of("list", tmp_path)
     assert listed["unfinished"] == ["iter_0000007.partial"]
     assert [found["name"] for found in listed["checkpoints"]] == ["iter_0000001"]
 
@@ -235,21 +232,18 @@ def test_scripts_reshard_is_the_command(checkpoint: Path, tmp_path: Path) -> Non
     assert (tmp_path / "r" / ".metadata").exists()
 
 
-def test_keys_cannot_act_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_cannot_act_in_a_terminal(tmp_path: Path) -> None:
     evil = "\x1b[31mred\x9b2J\ud800\u202eder"
     write_model(tmp_path / "c", tp=1, tensors={evil: torch.zeros(2)})
-    assert main(["inspect", str(tmp_path / "c"), "--tensors"]) == 0
-    shown = capsys.readouterr().out
+    shown = output_of("inspect", tmp_path / "c", "--tensors")
     assert "\\x1b[31mred\\x9b2J\\ud800\\u202eder" in shown
     assert "\x1b" not in shown
-    assert main(["cat", str(tmp_path / "c"), "\x1b[0m"]) == 2
-    assert "\x1b" not in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "c"), "--tensors", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tensors"][0]["fqn"] == evil
+    assert "\x1b" not in refusal_of("cat", tmp_path / "c", "\x1b[0m")
+    assert document_of("inspect", tmp_path / "c", "--tensors")["tensors"][0]["fqn"] == evil
 
 
 def test_on_a_narrow_terminal_no_line_is_too_long_and_one_is_no_plural(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "run" / "iter_0000007", tp=1, tensors={"w": torch.zeros(2)})
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
@@ -257,8 +251,7 @@ def test_on_a_narrow_terminal_no_line_is_too_long_and_one_is_no_plural(
     monkeypatch.setattr(cli, "is_terminal", lambda stream: True)
     monkeypatch.chdir(tmp_path)
     for words in ("list run", "inspect run", "inspect run --files", "inspect run --tensors", "cat run w", "verify run"):
-        assert main(words.split()) == 0
-        shown = capsys.readouterr().out
+        shown = output_of(*words.split())
         assert re.search(r"\b1 (tensors|chunks|files|objects|items|checkpoints|iterations|ranks)", shown) is None, shown
         if words.startswith(("list", "inspect run --")):
             rows = [line for line in shown.splitlines() if not line.startswith("run")]

@@ -4,7 +4,6 @@ Each test runs in a child process of its own, forked from one in which nothing i
 """
 
 import importlib
-import json
 import logging
 import os
 import pickle
@@ -49,6 +48,7 @@ from mcore_ckpt.megatron import strategy as registry
 from mcore_ckpt.megatron.calls import as_megatron_error
 from mcore_ckpt.megatron.install import CONTRACT, _AfterImport, owner_of
 from mcore_ckpt.megatron.versions import TESTED_VERSIONS, megatron_version
+from tests.support.command import document_of, output_of
 from tests.support.kept_log import kept_log
 from tests.support.processes import forked, in_child
 
@@ -255,15 +255,13 @@ def test_this_version_has_all_of_the_contract_those_names_included_that_it_need_
 
 
 @forked
-def test_doctor_says_what_install_finds_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_what_install_finds_here(tmp_path: Path) -> None:
     """In a child: Megatron is imported, and warnings are switched off."""
-    assert main(["doctor", str(tmp_path), "--json"]) == 0
-    found = {one["what"]: one["state"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    found = {one["what"]: one["state"] for one in document_of("doctor", tmp_path)["findings"]}
     assert found["serialization.save"] == "replaced by mcore_ckpt"
     assert found[f"direct I/O in {tmp_path}"] in ("works", "refused")
     os.environ["MCORE_CKPT_WRITER"] = "pigeon"
-    assert main(["doctor", str(tmp_path)]) == 1
-    assert "MCORE_CKPT_WRITER='pigeon'" in capsys.readouterr().out
+    assert "MCORE_CKPT_WRITER='pigeon'" in output_of("doctor", tmp_path, code=1)
     assert main(["doctor", str(tmp_path / "absent")]) == 2
     assert not list(tmp_path.iterdir())
 

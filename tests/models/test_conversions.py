@@ -37,6 +37,7 @@ from mcore_ckpt.reshard.view import DerivedPayloads
 from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.command import output_of
 from tests.support.local_files import contents, flip
 from tests.support.meanwhile import ahead_of, behind
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
@@ -349,19 +350,16 @@ class TestChecksumsOfSafetensors:
         export_checkpoint(checkpoint, tmp_path / "e", **request.param)
         return tmp_path / "e"
 
-    def test_each_tensor_has_its_own_and_others_read_the_files(self, weights: Path, capsys: Capture) -> None:
+    def test_each_tensor_has_its_own_and_others_read_the_files(self, weights: Path) -> None:
         sums = json.loads((weights / HF_INDEX).read_bytes())["metadata"]["crc32"]["tensors"]
         found = {key: value for file in weights.glob("*.safetensors") for key, value in load_file(file).items()}
         assert_same(found, model_tensors())
         expected = {key: zlib.crc32(value.reshape(-1).view(torch.uint8).numpy()) for key, value in found.items()}
         assert {key: int(value, 16) for key, value in sums.items()} == expected
-        assert main(["verify", str(weights), "-q"]) == 0
-        assert f"valid: {len(sums)} items, {len(sums)} checksums" in capsys.readouterr().out
+        assert f"valid: {len(sums)} items, {len(sums)} checksums" in output_of("verify", weights, "-q")
 
     @pytest.mark.parametrize("where", ["data", "header", "index"])
-    def test_a_flipped_byte_is_damage_for_verify_and_an_import(
-        self, weights: Path, where: str, capsys: Capture
-    ) -> None:
+    def test_a_flipped_byte_is_damage_for_verify_and_an_import(self, weights: Path, where: str) -> None:
         file, index = sorted(weights.glob("*.safetensors"))[-1], weights / HF_INDEX
         key = list(read_by_definition(file))[-1]
         if where == "index":
@@ -370,32 +368,27 @@ class TestChecksumsOfSafetensors:
             index.write_text(json.dumps(document))
         else:  # a shape of the header is another, or an element
             flip(file, -1 if where == "data" else file.read_bytes().index(b"shape") + 8)
-        assert main(["verify", str(weights), "-q"]) == 1
-        said = capsys.readouterr().out
+        said = output_of("verify", weights, "-q", code=1)
         assert "DAMAGED, 1 problem" in said
         assert file.name in said
         assert where == "header" or key in said
         refused(weights, ChecksumError, file.name)
 
-    def test_files_of_others_have_none(self, weights: Path, capsys: Capture) -> None:
+    def test_files_of_others_have_none(self, weights: Path) -> None:
         (weights / HF_INDEX).unlink()
-        assert main(["verify", str(weights), "-q"]) == 0
-        assert "no checksums are stored there" in capsys.readouterr().out
+        assert "no checksums are stored there" in output_of("verify", weights, "-q")
         half = weights.with_name("half")
         half.mkdir()
         shutil.copy(min(weights.glob("*.safetensors")), half / "model-00001-of-00002.safetensors")
-        assert main(["verify", str(half), "-q"]) == 1
-        assert "of 00002 files not all are there" in capsys.readouterr().out
+        assert "of 00002 files not all are there" in output_of("verify", half, "-q", code=1)
         file = min(weights.glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1])
-        assert main(["verify", str(weights), "-q"]) == 1
-        assert f"{file.name}: " in capsys.readouterr().out
+        assert f"{file.name}: " in output_of("verify", weights, "-q", code=1)
 
-    def test_what_the_index_names_has_to_be_there(self, weights: Path, capsys: Capture) -> None:
+    def test_what_the_index_names_has_to_be_there(self, weights: Path) -> None:
         file = min(weights.glob("*.safetensors"))
         file.unlink()
-        assert main(["verify", str(weights), "-q"]) == 1
-        assert f"{file.name}: " in capsys.readouterr().out
+        assert f"{file.name}: " in output_of("verify", weights, "-q", code=1)
         assert main(["verify", str(weights), "--state"]) == 2
 
 

@@ -30,6 +30,7 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_conversions import read_by_definition
 from tests.models.test_conversions import refused as import_refused
 from tests.models.test_table import CONFIGS, LLAMA3
+from tests.support.command import output_of
 from tests.support.local_files import contents
 from tests.support.model_like import assert_same, read_all
 
@@ -295,9 +296,7 @@ def with_arguments(checkpoint: Path, target: Path, **arguments: Any) -> Path:
     return target
 
 
-def test_an_export_states_the_rotary_factor_that_the_job_has_built(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_states_the_rotary_factor_that_the_job_has_built(checkpoint: Path, tmp_path: Path) -> None:
     """`pretrain_gpt.py` parses --rope-scaling-factor, and never gives it to the model."""
     job = str(with_arguments(checkpoint, tmp_path / "c", use_rope_scaling=True, rope_scaling_factor=32.0, world_size=2))
     original = tmp_path / "original"
@@ -305,10 +304,9 @@ def test_an_export_states_the_rotary_factor_that_the_job_has_built(
     (original / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": {**LLAMA3, "factor": 32.0}}))
     for target, words, factor in (("plain", (), 8.0), ("forwarded", ("--rope-forwarded", "--hf-config"), 32.0)):
         given = [str(original)] if "--hf-config" in words else []
-        assert main(["export", job, str(tmp_path / target), "--to", "hf", *words, *given]) == 0
+        shown = output_of("export", job, tmp_path / target, "--to", "hf", *words, *given)
         assert json.loads((tmp_path / target / "config.json").read_text())["rope_scaling"]["factor"] == factor
-        noted = "rope_scaling_factor is 32.0; config.json says 8.0" in capsys.readouterr().out
-        assert noted is (factor == 8.0)
+        assert ("rope_scaling_factor is 32.0; config.json says 8.0" in shown) is (factor == 8.0)
     with pytest.raises(OptionError, match=r"says 32\.0 where .* rope_scaling_factor is 8\.0 .*--rope-forwarded"):
         export_checkpoint(job, tmp_path / "refused", to="hf", hf_config=original)
 
@@ -492,13 +490,12 @@ def test_nothing_is_overwritten_and_a_named_target_gets_a_tracker(
         assert tracker.read_text() == told if told else not tracker.exists()
 
 
-def test_a_dry_run_lists_every_key(model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_lists_every_key(model: Path, checkpoint: Path) -> None:
     imported = import_checkpoint(model, "unused", kind="hf", dry_run=True)
     exported = export_checkpoint(checkpoint, "unused", to="hf", dry_run=True)
     assert {key.source for key in imported.keys} == model_tensors().keys()
     assert {key.target for key in exported.keys} == model_tensors().keys()
-    assert main(["import", str(model), "unused", "--from", "hf", "--tp", "2", "--dry-run"]) == 0
-    text = capsys.readouterr().out
+    text = output_of("import", model, "unused", "--from", "hf", "--tp", "2", "--dry-run")
     assert all(key in text for key in model_tensors())
     assert "grouped qkv" in text
     assert "decoder.layers.self_attention.linear_qkv.weight[1]" in text

@@ -21,6 +21,7 @@ from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models import test_table as table
 from tests.models.test_table import EXPERTS
+from tests.support.command import document_of, output_of
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.hf_models import (
     SMALL,
@@ -350,14 +351,11 @@ def test_a_routers_bias_keeps_its_precision(models: Path, tmp_path: Path) -> Non
 
 
 @long
-def test_a_user_can_check_a_conversion_of_his_own(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_can_check_a_conversion_of_his_own(models: Path, tmp_path: Path) -> None:
     """Of layers named as Transformer Engine's are, in which all is rounded, and of a model with other settings."""
     source = str(models / "gpt-oss-mxfp4" / "hf")
     words = ["import", source, str(tmp_path / "imported"), "--from", "hf", "--tp", "2", "--numbered-layers"]
-    assert main([*words, "--dtype", "bf16", "--check-logits", "--json"]) == 0
-    check = json.loads(capsys.readouterr().out)["check"]
+    check = document_of(*words, "--dtype", "bf16", "--check-logits")["check"]
     assert check["same"]
     assert check["scale"] > 1
     assert check["difference"] < TOLERANCE * check["scale"]
@@ -365,8 +363,7 @@ def test_a_user_can_check_a_conversion_of_his_own(
     table = (tmp_path / "own.toml", imported(CASE_BY_NAME["smollm3"], Parallel(), models))
     shutil.copy(Path(_families.__file__).parent / "families" / "smollm3.toml", table[0])
     words = ["export", str(table[1]), str(tmp_path / "own"), "--to", "hf", "--arch", str(table[0]), "--check-logits"]
-    assert main(words) == 0
-    assert "the same model" in capsys.readouterr().out
+    assert "the same model" in output_of(*words)
 
     config = json.loads((models / "llama" / "hf" / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
@@ -380,5 +377,6 @@ def test_a_user_can_check_a_conversion_of_his_own(
     torch.save(common, tmp_path / "silent" / "common.pt")
     assert main(["repair", "--accept-common-state", checkpoint, "-q"]) == 0
     other = ["--hf-config", str(tmp_path / "other")]
-    assert main(["export", checkpoint, str(tmp_path / "exported"), "--to", "hf", "--check-logits", *other]) == 1
-    assert "NOT the same model" in capsys.readouterr().out
+    assert "NOT the same model" in output_of(
+        "export", checkpoint, tmp_path / "exported", "--to", "hf", "--check-logits", *other, code=1
+    )

@@ -1,6 +1,5 @@
 """Averages of checkpoints: each element rounded once, of the same bits whatever the layouts, and of one model alone."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -13,12 +12,12 @@ import pytest
 import torch
 
 from mcore_ckpt import ChecksumError, OptionError, merge_checkpoints, verify_checkpoint
-from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.metadata_read import encode_config, read_index
 from mcore_ckpt.reshard import merge
 from mcore_ckpt.tools.keys import read_plain_state
 from mcore_ckpt.tools.payloads import StoredPayloads
+from tests.support.command import document_of, output_of
 from tests.support.gloo_ranks import run_stock_ranks
 from tests.support.local_files import contents
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
@@ -287,15 +286,15 @@ def test_memory_depends_on_neither_tensors_nor_checkpoints(tmp_path: Path) -> No
     assert_same(read_all(tmp_path / "t"), {"a": matrix})
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path) -> None:
     sources = [str(source) for source in write_three(tmp_path)]
-    assert main(["merge", str(tmp_path / "t"), *sources, "--ema", "0.5", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+    shown = output_of("merge", tmp_path / "t", *sources, "--ema", "0.5", "--dry-run")
     assert "output_layer.weight" in shown
     assert f"note: 0.5 x {sources[2]}" in shown
     assert not (tmp_path / "t").exists()
-    assert main(["merge", str(tmp_path / "t"), *sources, "--weights", "1,2,4", "--tp", "2", "--json", "-q"]) == 0
-    assert json.loads(capsys.readouterr().out)["target_layout"].startswith("TP 2 ")
+    assert document_of("merge", tmp_path / "t", *sources, "--weights", "1,2,4", "--tp", "2", "-q")[
+        "target_layout"
+    ].startswith("TP 2 ")
     assert_same(read_all(tmp_path / "t"), average(models, (1, 2, 4)))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex
@@ -23,6 +22,7 @@ from mcore_ckpt.reshard.parameter_orders import FlatParameter, ParameterBox
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.command import output_of, refusal_of
 from tests.support.model_like import read_all
 from tests.support.processes import in_child
 from tests.support.stored_layouts import StoredTensor, part, whole, write_checkpoint
@@ -163,16 +163,14 @@ def test_buckets_become_tensors_of_the_parameters_shapes(tmp_path: Path, layout:
 
 
 @pytest.mark.usefixtures("known_order")
-def test_the_command_shows_what_becomes_of_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_what_becomes_of_buckets(tmp_path: Path) -> None:
     saved = saved_with_buckets(tmp_path / "saved")
     arguments = ["reshard", str(saved.path), str(tmp_path / "made"), "--optimizer-layout", "fully_reshardable"]
-    assert main([*arguments, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+    shown = output_of(*arguments, "--dry-run")
     assert "optimizer.state.exp_avg.layers.fc1" in shown
     assert "12 flat buckets become 9 tensors" in shown
     assert list(tmp_path.iterdir()) == [saved.path]
-    assert main([*arguments, "--drop-optimizer"]) == 2
-    assert "not both" in capsys.readouterr().err
+    assert "not both" in refusal_of(*arguments, "--drop-optimizer")
 
 
 @pytest.mark.usefixtures("known_order")

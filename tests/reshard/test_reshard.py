@@ -1,6 +1,5 @@
 """Resharding: the same tensors bit for bit under any layout, nothing half done, and an interrupted run goes on."""
 
-import json
 import os
 import re
 import resource
@@ -33,6 +32,7 @@ from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
+from tests.support.command import document_of, output_of, refusal_of
 from tests.support.local_files import contents, flip
 from tests.support.meanwhile import behind
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
@@ -227,14 +227,12 @@ class TestRefusals:
         assert (tmp_path / "t" / "common.pt").read_bytes() == common
 
 
-def test_dry_run_shows_each_decision_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_shows_each_decision_and_writes_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "s", tp=1)
     arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "2", "--pp", "1", "--dry-run"]
-    assert main(arguments) == 0
-    shown = capsys.readouterr().out
+    shown = output_of(*arguments)
     assert "table (guess)" in shown
-    assert main([*arguments, "--json"]) == 0
-    rows = {row["source"]: row for row in json.loads(capsys.readouterr().out)["keys"]}
+    rows = {row["source"]: row for row in document_of(*arguments)["keys"]}
     assert rows.keys() == model_tensors().keys()
     qkv = rows["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert (qkv["transform"], qkv["decided_by"], qkv["guess"]) == ("axis 0, 1 -> 2 chunks", "table", True)
@@ -243,7 +241,7 @@ def test_dry_run_shows_each_decision_and_writes_nothing(tmp_path: Path, capsys: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
 
 
-def test_what_does_not_divide_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_divide_is_said(tmp_path: Path) -> None:
     """Of 4 heads, 3 ranks have none in equal parts, whether or not their rows divide by 3."""
     tensors = {
         "decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(48, 16),
@@ -253,11 +251,9 @@ def test_what_does_not_divide_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     command = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "3"]
     not_divided = "in one piece, since tensor-parallel ranks do not divide them: linear_proj.weight (axis of 16)"
     for dry_run in ([], ["--dry-run"]):
-        assert main([*command, *dry_run]) == 2
-        assert not_divided in capsys.readouterr().err
+        assert not_divided in refusal_of(*command, *dry_run)
     assert not (tmp_path / "t").exists()
-    assert main([*command, "--allow-whole"]) == 0
-    shown = capsys.readouterr().out
+    shown = output_of(*command, "--allow-whole")
     assert "TP 3 PP 1 EP 1 (3 ranks), not all of it divided, " in shown
     assert "4 attention heads do not divide among TP 3" in shown
     assert not_divided in shown
@@ -312,13 +308,10 @@ class TestInterruption:
         assert not reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, restart=True).resumed
         assert_same(read_all(tmp_path / "t"), big)
 
-    def test_what_differs_is_named_and_threads_do_not_count(
-        self, tmp_path: Path, big: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_what_differs_is_named_and_threads_do_not_count(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
         self.interrupt(tmp_path)
         command = ["reshard", str(tmp_path / "s"), str(tmp_path / "t")]
-        assert main([*command, "--tp", "2", "--drop-optimizer"]) == 2
-        said = capsys.readouterr().err
+        said = refusal_of(*command, "--tp", "2", "--drop-optimizer")
         assert "left by a run with another --drop-optimizer (False, now True), --tp (1, now 2);" in said
         shutil.copytree(tmp_path / "s", tmp_path / "u")
         with pytest.raises(OptionError, match=r"another source \(.*/s, files \w+, now .*/u, files"):
@@ -349,7 +342,6 @@ class TestInterruption:
         tmp_path: Path,
         big: dict[str, torch.Tensor],
         stop: signal.Signals,
-        capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(plan, "_PART_BYTES", 4 * 1024**2)
@@ -381,8 +373,7 @@ class TestInterruption:
             kept = tmp_path / "t.partial"
             assert f"interrupted: {kept} keeps what is done; the same command resumes it" in errors
         assert not (tmp_path / "t").exists()
-        assert main([*arguments, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["resumed"]
+        assert document_of(*arguments)["resumed"]
         assert_same(read_all(tmp_path / "t"), big)
         assert verify_checkpoint(tmp_path / "t").whole
 
@@ -404,9 +395,7 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(checkpoint: Path,
 
 
 @pytest.mark.parametrize("boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)]], ids=["missing", "twice"])
-def test_chunks_that_do_not_make_up_their_tensor_are_not_carried(
-    tmp_path: Path, boxes: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chunks_that_do_not_make_up_their_tensor_are_not_carried(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
     """Nothing afterwards would notice: the target's own chunks would be whole."""
     tensor = torch.arange(64.0).reshape(16, 4)
     stored = StoredTensor(tensor, [Box((start, 0), (size, 4)) for start, size in boxes])
@@ -416,8 +405,7 @@ def test_chunks_that_do_not_make_up_their_tensor_are_not_carried(
         ["export", str(tmp_path / "s"), str(tmp_path / "t")],
         ["import", str(tmp_path / "s"), str(tmp_path / "t")],
     ):
-        assert main(command) == 2
-        assert "do not make up the tensor" in capsys.readouterr().err
+        assert "do not make up the tensor" in refusal_of(*command)
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import itertools
-import json
 import logging
 import os
 import re
@@ -32,7 +31,6 @@ from mcore_ckpt import (
     TorchDistLoadStrategy,
     verify_checkpoint,
 )
-from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.directory import copying
 from mcore_ckpt.directory.copying import identity_of, metadata_of
@@ -50,6 +48,7 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import LocalStorage, is_same_directory, storage_at
 from tests.save.test_upkeep import Training, there
+from tests.support.command import document_of, output_of
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 from tests.support.local_files import contents, flip
@@ -96,19 +95,15 @@ def note_of(directory: Path) -> DrainNote:
     return note
 
 
-def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_are_committed_in_a_second_directory_as_they_are(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     run_ranks(_train, 2, str(near), [(1, 0.0), (2, 0.0)], options(str(far)))
     for name in there(str(near)):
         assert contents(far / name) == _without_note(near / name)
         assert verify_checkpoint(far / name).whole
     assert (far / TRACKER_FILE).read_text() == "2"
-    assert main(["list", str(near)]) == 0
-    assert len(re.findall("complete, copied", capsys.readouterr().out)) == 2
-    assert main(["list", str(near), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert len(re.findall("complete, copied", output_of("list", near))) == 2
+    listed = document_of("list", near)["checkpoints"]
     assert [row["drain"]["done"] for row in listed] == [True] * 2
 
 
@@ -149,10 +144,7 @@ def _resume(rank: int, run: str) -> None:
 
 
 def test_a_second_tier_that_cannot_be_reached_fails_no_save_and_the_next_job_resumes(
-    s3_directory: S3Directory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    s3_directory: S3Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = f"{s3_directory.url}/run"
     with monkeypatch.context() as patched:
@@ -160,8 +152,7 @@ def test_a_second_tier_that_cannot_be_reached_fails_no_save_and_the_next_job_res
         patched.setenv("AWS_ACCESS_KEY_ID", "")
         run_ranks(_train_without_second_tier, 2, str(tmp_path), far)
     assert s3_directory.names() == []
-    assert main(["list", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = output_of("list", tmp_path)
     assert shown.count("complete, not copied yet") == 2
     monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
     run_ranks(_resume, 2, str(tmp_path))
@@ -264,17 +255,14 @@ def test_nothing_goes_before_it_is_in_the_second_tier(
     assert all(verify_checkpoint(f"{far}/{name}").whole for name in all_of_them)
 
 
-def test_where_files_are_lost_the_tier_that_has_them_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_files_are_lost_the_tier_that_has_them_is_named(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     dcp.save({"w": torch.ones(10)}, storage_writer=FileSystemWriterAsync(near / NAME, options=options(str(far))))
     upkeep._finish()
     for file in data_files(near / NAME):
         file.unlink()
     named = f"the second tier has a copy, {far / NAME}: with MCORE_CKPT_DRAIN_TO={far} a load reads missing files there"
-    assert main(["list", str(near)]) == 1
-    assert f"{NAME}: {named}" in capsys.readouterr().out
+    assert f"{NAME}: {named}" in output_of("list", near, code=1)
     state = {"w": torch.zeros(10)}
     with pytest.raises(dcp.CheckpointException, match=re.escape(named)):
         dcp.load(state, storage_reader=FileSystemReader(near / NAME))
@@ -328,9 +316,7 @@ class _Killed(BaseException):
     pass
 
 
-def test_leftovers_replace_nothing_that_has_come_there_since(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leftovers_replace_nothing_that_has_come_there_since(tmp_path: Path) -> None:
     """A job goes on with another node, and comes back to the first one, where its earlier saves still lie."""
     far, first, second = (tmp_path / name for name in ("far", "first", "second"))
     old = [_save_alone(first, far, iteration, 0.0) for iteration in (1, 2)]
@@ -344,8 +330,7 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
     assert _value(far / NAME) == 100.0
     assert len(data_files(far / NAME)) == 1, "nothing is left of what was not committed"
     assert [note_of(directory).done for directory in old] == [True, True]
-    assert main(["list", str(first)]) == 0
-    assert "complete, not copied" in capsys.readouterr().out
+    assert "complete, not copied" in output_of("list", first)
     assert _value(far / "iter_0000002") == 0.0
     assert _resume_alone(first, far) == []
 
@@ -400,15 +385,13 @@ def test_the_save_directory_itself_is_no_second_tier(tmp_path: Path) -> None:
     assert _value(near / NAME) == 1.0
 
 
-def test_list_says_who_copies_what_has_not_been_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_says_who_copies_what_has_not_been_copied(tmp_path: Path) -> None:
     """Its job has ended, and the next one copies to another directory."""
     near = tmp_path / "near"
     _save_alone(near, tmp_path / "far", 1, 1.0)
-    assert main(["list", str(near)]) == 0
-    assert f"{NAME}: a job with drain_to={tmp_path / 'far'} copies it, or `mcore-ckpt copy`" in capsys.readouterr().out
+    assert f"{NAME}: a job with drain_to={tmp_path / 'far'} copies it, or `mcore-ckpt copy`" in output_of("list", near)
     _resume_alone(near, tmp_path / "other")
-    assert main(["list", str(near)]) == 0
-    assert f"not to {tmp_path / 'other' / NAME} as jobs do now: `mcore-ckpt copy` does it" in capsys.readouterr().out
+    assert f"not to {tmp_path / 'other' / NAME} as jobs do now: `mcore-ckpt copy` does it" in output_of("list", near)
 
 
 def _only_old_ones_stay(near: Path, report: PruneReport) -> None:

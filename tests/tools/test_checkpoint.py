@@ -16,6 +16,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.payloads import StoredPayloads
+from tests.support.command import document_of, refusal_of
 from tests.support.local_files import flip
 from tests.support.meanwhile import ahead_of
 from tests.support.model_like import model_tensors, write_model
@@ -102,15 +103,13 @@ def test_dtypes_without_numpy(tmp_path: Path) -> None:
 
 
 class TestCat:
-    def test_head_slice_and_stats(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_head_slice_and_stats(self, checkpoint: Path) -> None:
         tensor = model_tensors()[KEY].float()
-        assert main(["cat", str(checkpoint), KEY, "--stats", "--slice", "0:2, :3", "--json"]) == 0
-        shown = json.loads(capsys.readouterr().out)
+        shown = document_of("cat", checkpoint, KEY, "--stats", "--slice", "0:2, :3")
         assert np.array(shown["values"]) == pytest.approx(tensor[0:2, :3].numpy(), rel=1e-6)
         assert shown["stats"]["elements"] == 6
         assert shown["stats"]["maximum"] == pytest.approx(float(tensor[0:2, :3].max()))
-        assert main(["cat", str(checkpoint), KEY, "--stats", "--json"]) == 0
-        stats = json.loads(capsys.readouterr().out)["stats"]
+        stats = document_of("cat", checkpoint, KEY, "--stats")["stats"]
         assert stats["elements"] == tensor.numel()
         assert stats["minimum"] == pytest.approx(float(tensor.min()))
         assert stats["mean"] == pytest.approx(float(tensor.double().mean()), rel=1e-6)
@@ -133,10 +132,9 @@ class TestCat:
         assert (stats["std"] is None) == (derived is None)
         assert told.err == ""
 
-    def test_nans_and_infinities(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_nans_and_infinities(self, tmp_path: Path) -> None:
         write_model(tmp_path / "c", tp=1, tensors={"t": torch.tensor([1.0, float("nan"), float("inf"), 0.0])})
-        assert main(["cat", str(tmp_path / "c"), "t", "--stats", "--json"]) == 0
-        shown = json.loads(capsys.readouterr().out)
+        shown = document_of("cat", tmp_path / "c", "t", "--stats")
         assert (shown["stats"]["nans"], shown["stats"]["infinities"], shown["stats"]["zeros"]) == (1, 1, 1)
         assert shown["values"] == [1.0, "nan", "inf", 0.0]
 
@@ -144,18 +142,14 @@ class TestCat:
         for written in ("--slice=-1,-1", "--slice=0:4:2,", "--slice=[..., ::2]"):
             assert main(["cat", str(checkpoint), KEY, written]) == 0
 
-    def test_an_object_and_a_part_of_a_key(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["cat", str(checkpoint), "shard_0.1", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["value"] == [{"rank": 1}]
+    def test_an_object_and_a_part_of_a_key(self, checkpoint: Path) -> None:
+        assert document_of("cat", checkpoint, "shard_0.1")["value"] == [{"rank": 1}]
 
     @pytest.mark.parametrize(
         "arguments", [["nothing"], *([KEY, "--slice", each] for each in ("99", "::0", "::-1", "-", "0,,1"))]
     )
-    def test_what_cannot_be_shown(
-        self, checkpoint: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["cat", str(checkpoint), *arguments]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    def test_what_cannot_be_shown(self, checkpoint: Path, arguments: list[str]) -> None:
+        assert refusal_of("cat", checkpoint, *arguments).count("\n") == 1
 
 
 def test_a_chunk_that_is_read_as_a_whole_is_held_against_its_checksum(tmp_path: Path) -> None:

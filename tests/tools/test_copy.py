@@ -27,6 +27,7 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, encode_config
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from mcore_ckpt.tools import runs
+from tests.support.command import output_of, refusal_of
 from tests.support.local_files import contents, data_file, flip
 from tests.support.meanwhile import ahead_of, behind, once
 from tests.support.model_like import model_tensors, write_model
@@ -284,9 +285,7 @@ def test_other_checkpoints_of_a_run_are_no_part_of_the_copy(saved: Path, tmp_pat
     assert copy_checkpoint(saved, tmp_path / "run").copied == (".metadata",)
 
 
-def test_what_lies_next_to_the_checkpoints_of_a_run_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_lies_next_to_the_checkpoints_of_a_run_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save(run / "iter_0000001")
     (run / "latest_checkpointed_iteration.txt").write_text("1")
@@ -295,11 +294,13 @@ def test_what_lies_next_to_the_checkpoints_of_a_run_is_named(
         (run / folder).mkdir()
     (run / "iter_0000003.partial.journal").touch()
     names = ["dataloader", "latest_train_state.pt"]
-    assert main(["copy", str(run), str(tmp_path / "copy")]) == 0
-    said = capsys.readouterr().out.splitlines()[1:]
+    said = output_of("copy", run, tmp_path / "copy").splitlines()[1:]
     assert said == [f"not copied: {name}, in the run's directory" for name in names]
-    assert main(["reshard", str(run), str(tmp_path / "made"), "--tp", "1", "--allow-whole"]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    said = [
+        line
+        for line in output_of("reshard", run, tmp_path / "made", "--tp", "1", "--allow-whole").splitlines()
+        if line.startswith("left out: ")
+    ]
     assert said == [f"left out: {name}, in the run's directory" for name in names]
     assert copy_checkpoint(run / "iter_0000001", tmp_path / "one").left_out == ()
 
@@ -321,12 +322,9 @@ def test_another_checkpoint_with_the_same_index_is_not_replaced(tmp_path: Path) 
     assert contents(partial) == contents(first)
 
 
-def test_a_file_in_the_way_is_not_the_fault_of_a_device(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_the_way_is_not_the_fault_of_a_device(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert main(["copy", str(saved), str(tmp_path / "file")]) == 2
-    assert "a file is where a directory has to be: name another path" in capsys.readouterr().err
+    assert "a file is where a directory has to be: name another path" in refusal_of("copy", saved, tmp_path / "file")
 
 
 @pytest.mark.parametrize("content", [None, "", '{"sharded_backend": "zarr", "sharded_backend_version": 1}'])

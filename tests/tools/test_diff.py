@@ -1,7 +1,6 @@
 """Diff: the same whatever the sharding, and by how much the rest differs."""
 
 import argparse
-import json
 import shutil
 import zlib
 from pathlib import Path
@@ -22,6 +21,7 @@ from mcore_ckpt.format.parameter_table import TABLE_MEMBER
 from mcore_ckpt.format.zip_records import with_members
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.diff import DiffReport, TensorDiff, diff_checkpoints, model_and_optimizer
+from tests.support.command import document_of, output_of, refusal_of
 from tests.support.fsdp_ranks import MESHES, save_divided
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import flip
@@ -39,12 +39,11 @@ def compare(tmp_path: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tenso
     return {tensor.fqn: tensor for tensor in report.tensors}
 
 
-def test_identical_under_different_sharding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_identical_under_different_sharding(tmp_path: Path) -> None:
     write_model(tmp_path / "a", tp=1)
     write_model(tmp_path / "b", tp=4)
     # The objects are one for each rank; everything else is the same.
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "*weight"]) == 0
-    assert "identical" in capsys.readouterr().out
+    assert "identical" in output_of("diff", tmp_path / "a", tmp_path / "b", "--only", "*weight")
     write_model(tmp_path / "c", tp=4)
     assert main(["diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
 
@@ -57,7 +56,7 @@ def test_a_tolerance_that_is_none_is_refused(tmp_path: Path, option: str) -> Non
         diff_checkpoints(tmp_path / "a", tmp_path / "b", values=False, **given)
 
 
-def test_keys_on_one_side_objects_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_on_one_side_objects_shapes_and_dtypes(tmp_path: Path) -> None:
     tensors = model_tensors()
     other = dict(tensors)
     del other["output_layer.weight"]
@@ -66,8 +65,7 @@ def test_keys_on_one_side_objects_shapes_and_dtypes(tmp_path: Path, capsys: pyte
     other[OTHER] = torch.zeros(16, 32)
     write_model(tmp_path / "a", tp=2, tensors=tensors)
     write_model(tmp_path / "b", tp=2, tensors=other)
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
+    report = document_of("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert report["only_in_a"] == ["output_layer.weight"]
     assert report["only_in_b"] == ["extra.weight"]
     found = {row["fqn"]: row for row in report["tensors"]}
@@ -119,7 +117,7 @@ def test_nans_and_infinities(tmp_path: Path) -> None:
     assert (y.identical, y.nans_a, y.nans_b) == (True, 1, 1)
 
 
-def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tolerance_and_keys_only(tmp_path: Path) -> None:
     write_model(tmp_path / "a", tp=1, tensors={"w": torch.ones(4)})
     write_model(tmp_path / "b", tp=1, tensors={"w": torch.ones(4) + 1e-3})
     arguments = ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "-q"]
@@ -127,24 +125,21 @@ def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*arguments, "--atol", "0.01"]) == 0
     assert main([*arguments, "--rtol", "0.0001"]) == 1
     assert main([*arguments, "--keys-only"]) == 0
-    capsys.readouterr()
 
 
-def test_common_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_common_state(tmp_path: Path) -> None:
     for name, iteration in (("a", 10), ("b", 20), ("c", 10)):
         write_model(tmp_path / name, tp=2)
         common = {"iteration": iteration, "args": argparse.Namespace(seed=1), "loss": float("nan")}
         torch.save(common, tmp_path / name / "common.pt")
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert "common state differs: iteration" in capsys.readouterr().out
+    assert "common state differs: iteration" in output_of("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "*"]) == 0
     (tmp_path / "b" / "common.pt").unlink()
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "common.pt: missing" in capsys.readouterr().err
+    assert "common.pt: missing" in refusal_of("diff", tmp_path / "a", tmp_path / "b")
 
 
-def test_arguments_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_differ_are_named(tmp_path: Path) -> None:
     many = {f"size_{number}": number for number in range(9)}
     saved = {
         "a": {"lr": 0.1, "only_here": 1, "same": 7, **many},
@@ -154,23 +149,18 @@ def test_arguments_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureF
         write_model(tmp_path / name, tp=1, tensors={KEY: torch.ones(4, 4)})
         torch.save({"iteration": 7, "args": argparse.Namespace(**arguments)}, tmp_path / name / "common.pt")
     words = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(words) == 1
-    shown = capsys.readouterr().out
+    shown = output_of(*words, code=1)
     assert "common state differs: args: lr 0.1 / 0.2, only_here 1 / (not there), size_0 0 / -1" in shown
     assert "(6 more, --all lists them)" in shown
     assert "same 7" not in shown
-    assert main([*words, "--all"]) == 1
-    assert "size_8 8 / -1\n" in capsys.readouterr().out
+    assert "size_8 8 / -1\n" in output_of(*words, "--all", code=1)
 
 
-def test_optimizers_of_two_layouts_are_not_compared_and_that_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_optimizers_of_two_layouts_are_not_compared_and_that_is_said(tmp_path: Path) -> None:
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
     for name, key in (("a", bucket), ("b", f"optimizer.state.param.{KEY}")):
         write_model(tmp_path / name, tp=1, tensors={KEY: torch.zeros(4, 4), key: torch.zeros(4, 4)})
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    shown = capsys.readouterr().out
+    shown = output_of("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert "Not compared: the optimizer's state, which A holds as dp_reshardable (1 keys) and B as fully_" in shown
     assert "only in A: " not in shown
 
@@ -211,13 +201,12 @@ class TestValuesOfTheCommonState:
         # (another text, by which the files differ)
         assert self.report(tmp_path, {"it": a, "text": "x"}, {"text": "x", "it": b}).identical
 
-    def test_a_damaged_one_is_no_other_value(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_damaged_one_is_no_other_value(self, tmp_path: Path) -> None:
         report = self.report(tmp_path, torch.tensor([65536.0]), torch.tensor([65536.0]))
         assert report.identical
         path = tmp_path / "b" / "common.pt"
         flip(path, path.read_bytes().index(torch.tensor([65536.0]).numpy().tobytes()) + 3)
-        assert main(["diff", report.a, report.b]) == 2
-        assert "common.pt" in capsys.readouterr().err
+        assert "common.pt" in refusal_of("diff", report.a, report.b)
 
 
 # --- fingerprints -----------------------------------------------------------------------------------------------------
@@ -245,44 +234,40 @@ def test_whole_tensors_have_the_same_crc32(name: str) -> None:
             assert crc == zlib.crc32(np.ascontiguousarray(raw)), key
 
 
-def test_a_changed_element_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_element_and_damage(tmp_path: Path) -> None:
     tensors = model_tensors()
     write_model(tmp_path / "a", tp=2, tensors=tensors)
     write_model(tmp_path / "b", tp=1, tensors=tensors)
     stored = checkpoint_fingerprint(tmp_path / "a")
     assert stored == checkpoint_fingerprint(tmp_path / "b")
-    assert main(["verify", str(tmp_path / "a"), "--state", "--json"]) == 0
     model, optimizer = model_and_optimizer(stored)
     totals = {"total": stored.total, "model": model.total, "optimizer": optimizer.total}
-    assert json.loads(capsys.readouterr().out)["state"] == {**totals, "not_as_saved": []}
+    assert document_of("verify", tmp_path / "a", "--state")["state"] == {**totals, "not_as_saved": []}
     assert checkpoint_fingerprint(tmp_path / "a", only="*fc1*").tensors.keys() < tensors.keys()  # type: ignore[union-attr]
     changed = {**tensors, ROWS: tensors[ROWS].clone()}
     changed[ROWS].view(-1)[5] += 1
     write_model(tmp_path / "c", tp=1, tensors=changed)
     report = diff_checkpoints(tmp_path / "a", tmp_path / "c", state=True)
     assert [tensor.fqn for tensor in report.tensors if not tensor.same] == [ROWS]
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c"), "--state"]) == 1
-    assert "other bits (" in capsys.readouterr().out
+    assert "other bits (" in output_of("diff", tmp_path / "a", tmp_path / "c", "--state", code=1)
 
     flip_item(read_index(tmp_path / "a"), COLUMNS)
     with pytest.raises(ChecksumError, match=COLUMNS):
         checkpoint_fingerprint(tmp_path / "a")
-    assert main(["verify", str(tmp_path / "a"), "--state"]) == 1
-    assert "the state has no fingerprint: other things are wrong" in capsys.readouterr().out
+    assert "the state has no fingerprint: other things are wrong" in output_of(
+        "verify", tmp_path / "a", "--state", code=1
+    )
     assert torch.equal(tensors[COLUMNS], model_tensors()[COLUMNS])
 
 
-def test_a_comparison_of_stored_fingerprints_says_that_it_has_read_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_of_stored_fingerprints_says_that_it_has_read_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "columns", tp=2)
     reshard_checkpoint(tmp_path / "columns", tmp_path / "a", tp=1, pp=1)
     assert read_index(tmp_path / "a").fingerprints.keys() == model_tensors().keys()
     shutil.copytree(tmp_path / "a", tmp_path / "damaged")
     flip_item(read_index(tmp_path / "damaged"), COLUMNS)
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "damaged"), "--state"]) == 0
     said = "; fingerprints compared as they are stored, without reading that data (mcore-ckpt verify does)"
-    assert said in capsys.readouterr().out
+    assert said in output_of("diff", tmp_path / "a", tmp_path / "damaged", "--state")
     assert main(["verify", str(tmp_path / "damaged")]) == 1
 
 

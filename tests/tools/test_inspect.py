@@ -17,12 +17,13 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, Te
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.inspection import describe_items, render_report, summarize_checkpoint
 from mcore_ckpt.tools.keys import layout_of_chunks
+from tests.support.command import document_of, output_of
 from tests.support.model_like import model_tensors, write_model
 
 pytestmark = pytest.mark.quick
 
 
-def test_summary(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary(checkpoint: Path) -> None:
     summary = summarize_checkpoint(checkpoint)
     model = model_tensors(optimizer=False)
     assert summary.iteration == 7
@@ -36,8 +37,7 @@ def test_summary(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary.trained_layout is not None
     assert summary.arguments == {"tensor_model_parallel_size": 2, "swiglu": True}
     assert {row.group for row in summary.groups} >= {"embedding", "attention", "mlp", "norm", "optimizer exp_avg"}
-    assert main(["inspect", str(checkpoint)]) == 0
-    shown = capsys.readouterr().out
+    shown = output_of("inspect", checkpoint)
     for text in ("iteration", "fully_reshardable", "TP 2", "bfloat16", "attention"):
         assert text in shown
 
@@ -61,19 +61,16 @@ def test_items_are_where_they_are_said_to_be(checkpoint: Path) -> None:
         assert str(value.dtype) == f"torch.{row.dtype}"
 
 
-def test_a_missing_file_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_shown(tmp_path: Path) -> None:
     write_model(tmp_path / "c")
     (tmp_path / "c" / "__0_0.distcp").unlink()
-    assert main(["inspect", str(tmp_path / "c")]) == 0
-    assert "problem: __0_0.distcp" in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path / "c"), "--files"]) == 0
-    assert "MISSING" in capsys.readouterr().out
+    assert "problem: __0_0.distcp" in output_of("inspect", tmp_path / "c")
+    assert "MISSING" in output_of("inspect", tmp_path / "c", "--files")
 
 
-def test_plain_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_dcp(tmp_path: Path) -> None:
     dcp.save({"model": {"w": torch.randn(4, 4)}, "step": 3}, checkpoint_id=tmp_path / "d", no_dist=True)
-    assert main(["inspect", str(tmp_path / "d"), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
+    summary = document_of("inspect", tmp_path / "d")
     assert (summary["written_by"], summary["tensors"], summary["objects"], summary["optimizer"]) == ("dcp", 1, 1, None)
 
 

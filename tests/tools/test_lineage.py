@@ -1,6 +1,5 @@
 """What of a run stands still, appears or disappears is named at the save in which it first does."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt import FileSystemWriterAsync, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.runs import lineage_of_run
+from tests.support.command import document_of, output_of
 from tests.support.gloo_ranks import made, on_ranks
 from tests.support.local_files import flip
 
@@ -87,16 +87,13 @@ def test_what_left_its_lineage_is_named_once(
     assert sorted(named(tmp_path)) == sorted(expected)
 
 
-def test_one_state_that_is_saved_twice_left_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_state_that_is_saved_twice_left_nothing(tmp_path: Path) -> None:
     save(tmp_path, state(1), state(1), state(2))
-    assert main(["diff", "--state", str(tmp_path)]) == 0
-    assert "nothing left its lineage in 3 checkpoints" in capsys.readouterr().out
+    assert "nothing left its lineage in 3 checkpoints" in output_of("diff", "--state", tmp_path)
     assert main(["diff", str(tmp_path)]) == 2  # of one run, only the states are compared
     assert main(["diff", "--state", str(tmp_path / "iter_0000001")]) == 2
     save(tmp_path / "other", state(1), state(2, **{MOMENT: torch.full((64, 64), 2.0)}))
-    capsys.readouterr()
-    assert main(["diff", "--state", str(tmp_path / "other"), "--json"]) == 1
-    assert [one["key"] for one in json.loads(capsys.readouterr().out)["departures"]] == [MOMENT]
+    assert [one["key"] for one in document_of("diff", "--state", tmp_path / "other", code=1)["departures"]] == [MOMENT]
 
 
 def test_objects_of_a_plain_run_that_stay_as_they_are_left_nothing(tmp_path: Path) -> None:
@@ -135,12 +132,11 @@ def test_a_damaged_object_does_not_hide_what_else_left_its_lineage(tmp_path: Pat
     assert gone == (3, MOMENT, "disappears")
 
 
-def test_each_checkpoint_of_a_run_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_checkpoint_of_a_run_is_verified(tmp_path: Path) -> None:
     save(tmp_path, state(1), state(2, **{MASTER: torch.full((64, 64), 4.0)}), state(3))
     (tmp_path / "iter_0000003" / ".metadata").unlink()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    assert main(["verify", "--all", "--check-optimizer", str(tmp_path), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = document_of("verify", "--all", "--check-optimizer", tmp_path, code=1)
     assert [one["whole"] for one in found.values()] == [True, False, False, False]
     assert found["tracker"]["error"] == "it names iter_0000004, which is not there"
     assert [problem["fqn"] for problem in found["iter_0000002"]["problems"]] == [MASTER]

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import time
@@ -32,6 +31,7 @@ from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from mcore_ckpt.tools import runs
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
+from tests.support.command import document_of, output_of
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import flip
 from tests.support.meanwhile import ahead_of, behind, once
@@ -76,21 +76,19 @@ def everything(run: Path) -> dict[str, int]:
     return {str(path.relative_to(run)): path.lstat().st_mtime_ns for path in run.rglob("*")}
 
 
-def test_nothing_is_removed_unless_it_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_removed_unless_it_is_asked_for(run: Path) -> None:
     before = everything(run)
     assert main(["prune", str(run), "--keep-last", f"{10**30}", "--yes"]) == 0
-    assert main(["prune", str(run), "--keep-last", "1"]) == 0
-    shown = capsys.readouterr().out
+    shown = output_of("prune", run, "--keep-last", "1")
     assert "4 of 5 checkpoints to remove" in shown
     assert "--yes" in shown
     assert everything(run) == before
 
 
-def test_old_checkpoints_go_and_others_stay_as_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_checkpoints_go_and_others_stay_as_they_are(run: Path) -> None:
     before = everything(run)
     (run / name_of(100) / f"..mcore_ckpt_drain.{'0' * 16}.{'1' * 16}.tmp").touch()  # a kill has left it
-    assert main(["prune", str(run), "--keep-last", "2", "--keep-every", "200", "--yes"]) == 0
-    assert "2 of 5 checkpoints removed" in capsys.readouterr().out
+    assert "2 of 5 checkpoints removed" in output_of("prune", run, "--keep-last", "2", "--keep-every", "200", "--yes")
     assert left(run) == [200, 400, 500]
     assert not (run / name_of(100)).exists()
     kept = {path: when for path, when in before.items() if not path.startswith((name_of(100), name_of(300)))}
@@ -161,7 +159,7 @@ def flip_in_footer(path: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "tracked"), [(cut, True), (flip_in_footer, False)])
 def test_a_complete_checkpoint_stays_where_the_newest_has_lost_a_part_of_a_file(
-    damage: Callable[[Path], None], tracked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], None], tracked: bool, tmp_path: Path
 ) -> None:
     for iteration in (100, 200, 300):
         save(str(tmp_path / name_of(iteration)), float(iteration))
@@ -175,8 +173,7 @@ def test_a_complete_checkpoint_stays_where_the_newest_has_lost_a_part_of_a_file(
         (tmp_path / TRACKER_FILE).write_text("300")
     assert damage is flip_in_footer or main(["list", str(tmp_path)]) == 1
     assert going(prune_run(tmp_path, keep_last=1)) == [100]
-    assert main(["prune", str(tmp_path), "--keep-last", "1", "--yes"]) == 0
-    assert "1 of 3 checkpoints removed" in capsys.readouterr().out
+    assert "1 of 3 checkpoints removed" in output_of("prune", tmp_path, "--keep-last", "1", "--yes")
     assert loaded(tmp_path / name_of(200), rows=1) == 200.0
 
 
@@ -232,17 +229,15 @@ def holding_files(root: str | Path) -> list[str]:
     return sorted({name.split("/")[0] for name in files_below(checkpoint_path(root))})
 
 
-def test_what_goes_while_a_run_is_looked_at_is_no_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_goes_while_a_run_is_looked_at_is_no_damage(run: Path) -> None:
     def remove(directory: Path, **_: Any) -> None:
         if directory.name == name_of(100):
             shutil.rmtree(directory, ignore_errors=True)
 
     with ahead_of(runs, "look_at", remove):
-        assert main(["list", str(run)]) == 0
-    assert "4 checkpoints, 4 complete" in capsys.readouterr().out
+        assert "4 checkpoints, 4 complete" in output_of("list", run)
     with behind(runs, "list_run", lambda _: shutil.rmtree(run / name_of(200))):
-        assert main(["verify", str(run), "--all"]) == 0
-    assert f"{name_of(200)}: has been removed since" in capsys.readouterr().out
+        assert f"{name_of(200)}: has been removed since" in output_of("verify", run, "--all")
 
 
 def test_two_removals_at_once_go_on(run: Path) -> None:
@@ -324,7 +319,7 @@ def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path) -> N
     assert not (run / name_of(100)).exists()
 
 
-def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path) -> None:
     """One at work; one whose process has died; one elsewhere, then silent."""
     at_work = Commit.begin(LocalStorage(run / name_of(100)))
     kept: list[Commit] = []
@@ -333,26 +328,22 @@ def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: py
     elsewhere.write_bytes(replace(at_work.owner, host="another", place="another", save="ab" * 8).encode())
 
     def states() -> list[str]:
-        main(["list", str(run)])
-        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("iter_")]
+        rows = [line for line in output_of("list", run).splitlines() if line.startswith("iter_")]
         return ["written" if "being written" in row else "gone" if "is gone" in row else "" for row in rows]
 
     assert states() == ["written", "", "gone", "written", ""]
     os.utime(elsewhere, (time.time() - 86400, time.time() - 86400))
     at_work.give_up()
     assert states() == ["", "", "gone", "gone", ""]
-    main(["list", str(run), "--json"])
-    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    rows = document_of("list", run)["checkpoints"]
     assert [row["locked"] for row in rows] == [row["abandoned"] for row in rows] == [False, False, True, True, False]
 
 
-def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", str(run)]) == 0
-    assert capsys.readouterr().out.count("complete") == 6
+def test_a_list_for_people(run: Path) -> None:
+    assert output_of("list", run).count("complete") == 6
     (run / name_of(300) / "__0_0.distcp").unlink()
     (run / TRACKER_FILE).write_text("600")
-    assert main(["list", str(run)]) == 1
-    shown = capsys.readouterr().out
+    shown = output_of("list", run, code=1)
     assert "INCOMPLETE" in shown
     assert f"it names {name_of(600)}, which is not there" in shown
 

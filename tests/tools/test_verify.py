@@ -2,7 +2,6 @@
 
 import enum
 import io
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
+from tests.support.command import document_of, output_of, refusal_of
 from tests.support.local_files import flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 
@@ -44,7 +44,7 @@ def rewrite(directory: Path, index: CheckpointIndex) -> None:
     (directory / ".metadata").write_bytes(encode_metadata(index))
 
 
-def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_checkpoint(checkpoint: Path) -> None:
     report = verify_checkpoint(checkpoint)
     assert report.whole
     index = read_index(checkpoint)
@@ -52,8 +52,7 @@ def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert report.items == sum(len(entry.chunks) for entry in index.tensors.values()) + len(index.objects) + common
     assert report.records >= 4 * report.items  # stock items of torch 2.13 have six or seven records
     assert report.unchecked == 0
-    assert main(["verify", str(checkpoint)]) == 0
-    assert "valid" in capsys.readouterr().out
+    assert "valid" in output_of("verify", checkpoint)
 
 
 @pytest.mark.parametrize("workers", [0, -3])
@@ -76,7 +75,6 @@ class Custom:
 
 def test_classes_that_loads_refuse_are_told_by_the_save_and_by_verify(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,16 +87,12 @@ def test_classes_that_loads_refuse_are_told_by_the_save_and_by_verify(
     report = verify_checkpoint(tmp_path / "1")
     assert report.whole
     assert list(report.refused) == [name]
-    assert main(["verify", str(tmp_path / "1")]) == 0
-    assert f"loads need MCORE_CKPT_ALLOWED_CLASSES={name}: it holds {name} in " in capsys.readouterr().out
+    assert f"loads need MCORE_CKPT_ALLOWED_CLASSES={name}: it holds {name} in " in output_of("verify", tmp_path / "1")
     monkeypatch.setenv("MCORE_CKPT_ALLOWED_CLASSES", name)
-    assert main(["verify", str(tmp_path / "1")]) == 0
-    assert "loads need" not in capsys.readouterr().out
+    assert "loads need" not in output_of("verify", tmp_path / "1")
 
 
-def test_each_value_of_a_key_is_looked_at_and_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_value_of_a_key_is_looked_at_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Values of other classes, the archives of which have one length: padding makes it so."""
     values = ["warmup", 1, np.array([1, "a"], dtype=object), 2, Phase.LAST, 3, np.array(["b", 2], dtype=object)]
     told = []
@@ -109,8 +103,7 @@ def test_each_value_of_a_key_is_looked_at_and_told_once(
     assert [len(messages) for messages in told] == [0, 0, 1, 0, 1, 0, 0]
     assert "phase: holds what loads do not read (expected a dtype" in told[2][0]
     assert f"phase: holds {__name__}.Phase" in told[4][0]
-    assert main(["verify", str(tmp_path)]) == 0
-    assert "MCORE_CKPT_ALLOWED_CLASSES=*: it holds what loads do not read in phase" in capsys.readouterr().out
+    assert "MCORE_CKPT_ALLOWED_CLASSES=*: it holds what loads do not read in phase" in output_of("verify", tmp_path)
 
 
 def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
@@ -130,21 +123,19 @@ def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
     assert missed < item.length / 11 / 3
 
 
-def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path) -> None:
     item = item_of(checkpoint)
     flip(checkpoint / item.file, item.offset + item.length // 2)
-    assert main(["verify", str(checkpoint), "--json"]) == 1
-    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    (problem,) = document_of("verify", checkpoint, code=1)["problems"]
     assert (problem["kind"], problem["fqn"], problem["file"]) == ("checksum", KEY, item.file)
     assert (problem["offset"], problem["length"]) == (item.offset, item.length)
-    assert main(["verify", str(checkpoint)]) == 1
-    shown = capsys.readouterr().out
+    shown = output_of("verify", checkpoint, code=1)
     assert "DAMAGED, 1 problem:" in shown
     assert item.file in shown
 
 
 def test_a_damaged_index_is_damage_and_no_index_is_an_error(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = (checkpoint / ".metadata").read_bytes()
     (checkpoint / ".metadata").write_bytes(content[: len(content) // 2])
@@ -154,8 +145,7 @@ def test_a_damaged_index_is_damage_and_no_index_is_an_error(
     assert main(["repair", str(checkpoint), "--from", str(tmp_path / "copy")]) == 0
     assert f"removed: {checkpoint}/.metadata: not a readable" in caplog.text
     (checkpoint / ".metadata").unlink()
-    assert main(["verify", str(checkpoint)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert refusal_of("verify", checkpoint).count("\n") == 1
     assert main(["repair", str(checkpoint), "--from", str(tmp_path / "copy")]) == 0
     assert main(["repair", str(tmp_path / "gone"), "--from", str(tmp_path / "copy")]) == 2
 
@@ -331,29 +321,24 @@ def write_optimizer(path: Path, weight: torch.Tensor, main: torch.Tensor, key: s
     return path
 
 
-def test_an_optimizers_weights_round_to_the_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_optimizers_weights_round_to_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_WINDOW_BYTES", 28)
     main_weight = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2))
     main_weight[0, 1, 2] = torch.nan
     weight = main_weight.bfloat16()
     good = write_optimizer(tmp_path / "good", weight, main_weight)
-    assert main(["verify", str(good), "--check-optimizer"]) == 0
-    assert "compared with 1 tensor of the model" in capsys.readouterr().out
+    assert "compared with 1 tensor of the model" in output_of("verify", good, "--check-optimizer")
     weight[1, 2, 3:] += 0.5
     bad = write_optimizer(tmp_path / "bad", weight, main_weight, "chained_1.optimizer.state.fp32_param.w")
     assert main(["verify", str(bad), "-q"]) == 0
-    assert main(["verify", str(bad), "--check-optimizer"]) == 1
-    assert "--no-load-optim" in capsys.readouterr().out
+    assert "--no-load-optim" in output_of("verify", bad, "--check-optimizer", code=1)
     (problem,) = verify_checkpoint(bad, optimizer=True).problems
     assert (problem.kind, problem.fqn) == ("optimizer", "chained_1.optimizer.state.fp32_param.w")
     assert ": 2 of 30 elements do not round to the model's; the first at [1, 2, 3]" in problem.message
 
 
-def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(tmp_path: Path) -> None:
     path = write_optimizer(tmp_path / "c", torch.ones(3), torch.ones(3), "optimizer.state.master.w")
-    assert main(["verify", str(path), "--check-optimizer"]) == 0
-    assert "was not compared with the model: it stores no weights in float32" in capsys.readouterr().out
+    assert "was not compared with the model: it stores no weights in float32" in output_of(
+        "verify", path, "--check-optimizer"
+    )
