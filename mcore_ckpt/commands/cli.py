@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
 
-from mcore_ckpt.core.console import human_bytes, is_terminal
+from mcore_ckpt.core.console import human_bytes, is_terminal, printable
 from mcore_ckpt.core.errors import CheckpointError, OptionError, without_tracebacks
 from mcore_ckpt.core.options import tell_unknown_variables
 from mcore_ckpt.core.team import team_of_launcher
@@ -250,7 +250,7 @@ class _Parser(argparse.ArgumentParser):
         _, _, unknown = message.partition("unrecognized arguments: ")
         words = [word.partition("=")[0] for word in unknown.split()] or re.findall("invalid choice: '(.+?)'", message)
         alike = [near for word in words for near in difflib.get_close_matches(word, known, n=1)]
-        super().error(f"{message}; did you mean {', '.join(alike)}?" if alike else message)
+        super().error(printable(f"{message}; did you mean {', '.join(alike)}?" if alike else message))
 
 
 def make_parser(command: str = "") -> argparse.ArgumentParser:
@@ -345,12 +345,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def _printable(text: str, stream: TextIO) -> str:
-    """`text` with escapes for what the stream's encoding does not have, and for characters that are not shown: keys and
-    paths come from files that are not trusted, and such characters would act in a terminal.
-    """
+    """As `printable`, also for what the stream's encoding does not have."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _show(outcome: Outcome, *, as_json: bool) -> int:

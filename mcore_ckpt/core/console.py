@@ -14,7 +14,7 @@ _WORTH_A_LINE_BYTES: Final = 1_000_000
 
 
 class _Logger(logging.Logger):
-    """The logger of its name, whose handlers fail nothing, and get no name that is no UTF-8."""
+    """The logger of its name, whose handlers fail nothing, and get no characters that are not shown."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -25,9 +25,15 @@ class _Logger(logging.Logger):
 
     def handle(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(Exception, SystemExit):
-            message = record.getMessage()
-            record.msg, record.args = message.encode("utf-8", "backslashreplace").decode(), None
+            record.msg, record.args = printable(record.getMessage()), None
             self._named.handle(record)
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for characters that are not shown: keys and paths come from files that are not trusted, and
+    such characters would act in a terminal.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def logger_of(name: str) -> logging.Logger:

@@ -16,6 +16,7 @@ import torch
 
 from mcore_ckpt.commands import cli
 from mcore_ckpt.commands.cli import main, make_parser
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
 from mcore_ckpt.launch import main as launch
@@ -129,7 +130,7 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
         ("lst run", "; did you mean list?\n"),
         ("reshard run new --dryrun --tpp=4", "mcore-ckpt reshard: .*; did you mean --dry-run, --tp?\n"),
         ("export run new --to safetensor", "mcore-ckpt export: .*; did you mean safetensors?\n"),
-        ("copy run new third", "mcore-ckpt copy: error: unrecognized arguments: third\n"),
+        ("copy run new \u202ethird", "mcore-ckpt copy: error: unrecognized arguments: \\u202ethird\n"),
     ],
     ids=["command", "options", "value", "nothing alike"],
 )
@@ -233,13 +234,16 @@ def test_scripts_reshard_is_the_command(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_keys_cannot_act_in_a_terminal(tmp_path: Path) -> None:
-    evil = "\x1b[31mred\x9b2J\ud800\u202eder"
+    evil, escaped = "\x1b[31mred\x9b2J\ud800\u202eder", "\\x1b[31mred\\x9b2J\\ud800\\u202eder"
     write_model(tmp_path / "c", tp=1, tensors={evil: torch.zeros(2)})
     shown = output_of("inspect", tmp_path / "c", "--tensors")
-    assert "\\x1b[31mred\\x9b2J\\ud800\\u202eder" in shown
+    assert escaped in shown
     assert "\x1b" not in shown
     assert "\x1b" not in refusal_of("cat", tmp_path / "c", "\x1b[0m")
     assert document_of("inspect", tmp_path / "c", "--tensors")["tensors"][0]["fqn"] == evil
+    with kept_log() as said:
+        logger_of("mcore_ckpt").warning(evil)
+    assert said == [escaped]
 
 
 def test_on_a_narrow_terminal_no_line_is_too_long_and_one_is_no_plural(
