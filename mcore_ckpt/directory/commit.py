@@ -34,6 +34,11 @@ it is the same after the commit. What comes then has no order, but that note and
 renewed, and nothing depends on it. A process on this host can be seen, so its note counts as long as it lives. One on
 another host or in another container cannot: its note counts while it is young, by the storage's clock.
 
+**The common state** is a file of its own to megatron-core 0.18. The manifest names it next to the data files, by its
+length and the CRC-32 of all its bytes, also where stock has written it: so the saved file is told from that of another
+save, from a damaged one, and from one that a killed save of stock had replaced. A file that a user has changed on
+purpose cannot be told from those; it is refused until it is accepted (`mcore-ckpt repair`).
+
 **Around the commit**, on the coordinator of a save: `open_target` begins it, or `reserve` ahead of that, where a common
 state is a file. `check_files` looks for what the ranks have written. `write_config` puts `metadata.json` next to a
 published checkpoint, never over that of another save. A save that fails removes its data files (`discard`) and gives
@@ -77,13 +82,11 @@ from mcore_ckpt.directory.in_force import (
     MAX_NOTE_BYTES,
     DrainNote,
     index_files,
-    is_pending,
     noted_saves,
-    pending_name,
     read_in_force,
     saves_of,
 )
-from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, Identity, ManifestFile, data_file_of, identity_of
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -104,6 +107,7 @@ CLAIM: Final = ".mcore_ckpt_next."
 NOTE: Final = INCOMPLETE_MARKER + "."
 """What the name of a note begins with; the id of its save follows."""
 _NOTE_NAME: Final = re.compile(re.escape(NOTE) + r"(?P<id>[0-9a-f]{16})")
+_PENDING: Final = re.compile(re.escape(COMMON_FILE) + r"\.[0-9a-f]{16}\.pending")
 # A small file on its way, or one of a copy, under a name of its own.
 _ON_ITS_WAY: Final = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{16}\.tmp")
 YOUNG_S: Final = 60.0
@@ -118,6 +122,16 @@ at_work: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def is_note(name: str) -> bool:
     """Whether a file is of a save at work, or of one that has died: a note or a claim."""
     return name.startswith((INCOMPLETE_MARKER, CLAIM))
+
+
+def pending_name(save: str) -> str:
+    """Where the common state of a save that replaces a checkpoint waits for being published."""
+    return f"{COMMON_FILE}.{save}.pending"
+
+
+def is_pending(name: str) -> bool:
+    """Whether a file is a common state that waits, or has waited, for being published."""
+    return _PENDING.fullmatch(name) is not None
 
 
 def file_on_its_way(name: str) -> str | None:
@@ -734,6 +748,14 @@ def _place_in_store(
 
 def _is_missing(error: SaveError) -> bool:
     return isinstance(error.__cause__, FileNotFoundError)
+
+
+def common_file_in_force(storage: Storage, index: CheckpointIndex) -> str | None:
+    """Which file holds the common state of an index, maybe the pending one of its save; None: none does."""
+    if COMMON_STATE_KEY in index.objects:
+        return None
+    # Asked for by its name, since a listing may lag behind; the pending one first: it is renamed to the other.
+    return next(filter(storage.exists, (*map(pending_name, sorted(saves_of(index))), COMMON_FILE)), None)
 
 
 # --- around the commit ------------------------------------------------------------------------------------------------

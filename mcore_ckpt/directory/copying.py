@@ -29,16 +29,24 @@ from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import Outcome, await_turn, in_parallel
 from mcore_ckpt.core.team import Counter, current_team
-from mcore_ckpt.directory.commit import NOTE, Commit, file_on_its_way, is_note, length_flaw, notes, seems_gone
+from mcore_ckpt.directory.commit import (
+    NOTE,
+    Commit,
+    common_file_in_force,
+    file_on_its_way,
+    is_note,
+    is_pending,
+    length_flaw,
+    notes,
+    pending_name,
+    seems_gone,
+)
 from mcore_ckpt.directory.in_force import (
     DrainNote,
-    common_file_in_force,
     index_files,
     is_checkpoint_name,
     is_drain_note,
     is_in_force,
-    is_pending,
-    pending_name,
     saves_of,
 )
 from mcore_ckpt.directory.iterations import files_below, iteration_directories, sync_folders

@@ -1,14 +1,8 @@
-"""Which checkpoint a directory holds: the files of its index, the common state of the one in force, and the note on its
-copy in the second tier.
+"""Which checkpoint a directory holds: the files of its index, and the note on its copy in the second tier.
 
 Whether there is an index, and which, is asked of the file itself: the listing of a network file system may lag behind.
 Next to `.metadata` there may be indexes of single ranks (`__<rank>.metadata`), which DCP has written without
 collectives: no file that they may name is removed.
-
-To megatron-core 0.18 the common state is a file of its own. The manifest names it next to the data files, by its length
-and the CRC-32 of all its bytes, also where stock has written it: so the saved file is told from that of another save,
-from a damaged one, and from one that a killed save of stock had replaced. A file that a user has changed on purpose
-cannot be told from those; it is refused until it is accepted (`mcore-ckpt repair`).
 
 The name of a note for the second tier carries the id of the save. So it is written before the checkpoint is published,
 and the note of the one that is replaced counts until that moment.
@@ -28,10 +22,9 @@ from typing import Any
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path, is_supported
-from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import data_file_of, id_in_data_names, id_in_names
 from mcore_ckpt.format.metadata_read import (
-    COMMON_FILE,
     DRAIN_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
@@ -43,8 +36,6 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
-
-_PENDING = re.compile(re.escape(COMMON_FILE) + r"\.[0-9a-f]{16}\.pending")
 
 
 def index_files(index: CheckpointIndex) -> set[str]:
@@ -76,16 +67,6 @@ def is_in_force(storage: Storage, save_id: bytes) -> bool:
     return id_in_names(save_id).encode() in content or id_in_data_names(save_id).encode() in content
 
 
-def pending_name(save: str) -> str:
-    """Where the common state of a save that replaces a checkpoint waits for being published."""
-    return f"{COMMON_FILE}.{save}.pending"
-
-
-def is_pending(name: str) -> bool:
-    """Whether a file is a common state that waits, or has waited, for being published."""
-    return _PENDING.fullmatch(name) is not None
-
-
 def saves_of(index: CheckpointIndex) -> set[str]:
     """Ids, as names show them, of the save that has made a checkpoint: of its manifest, and of its files."""
     entries = map(index.tensors.__getitem__, index.tensors)  # all together would take a load twice as long
@@ -94,14 +75,6 @@ def saves_of(index: CheckpointIndex) -> set[str]:
     named = None if first is None else data_file_of(first.file)
     saves = {id_in_names(index.manifest.save_id)} if index.manifest is not None else set()
     return saves | ({named.save} if named is not None and named.save is not None else set())
-
-
-def common_file_in_force(storage: Storage, index: CheckpointIndex) -> str | None:
-    """Which file holds the common state of an index, maybe the pending one of its save; None: none does."""
-    if COMMON_STATE_KEY in index.objects:
-        return None
-    # Asked for by its name, since a listing may lag behind; the pending one first: it is renamed to the other.
-    return next(filter(storage.exists, (*map(pending_name, sorted(saves_of(index))), COMMON_FILE)), None)
 
 
 _NOTE = re.compile(re.escape(DRAIN_FILE) + r"\.([0-9a-f]{16})")

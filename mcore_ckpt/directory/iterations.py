@@ -26,15 +26,8 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.directory.commit import CLAIM, REMOVED, notes, seems_gone
-from mcore_ckpt.directory.in_force import (
-    RELEASE,
-    DrainNote,
-    common_file_in_force,
-    iteration_of,
-    noted_saves,
-    saves_of,
-)
+from mcore_ckpt.directory.commit import CLAIM, REMOVED, common_file_in_force, notes, seems_gone
+from mcore_ckpt.directory.in_force import RELEASE, DrainNote, iteration_of, noted_saves, saves_of
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,

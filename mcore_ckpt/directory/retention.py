@@ -36,17 +36,10 @@ from mcore_ckpt.directory.commit import (
     file_on_its_way,
     identity_in_force,
     is_note,
+    is_pending,
     notes,
 )
-from mcore_ckpt.directory.in_force import (
-    DrainNote,
-    index_files,
-    is_drain_note,
-    is_pending,
-    iteration_of,
-    saves_of,
-    tracked_name,
-)
+from mcore_ckpt.directory.in_force import DrainNote, index_files, is_drain_note, iteration_of, saves_of, tracked_name
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
     RunCheckpoint,

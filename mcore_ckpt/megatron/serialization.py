@@ -46,8 +46,8 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import coordination_group, own_rank, without_modes
-from mcore_ckpt.directory.commit import give_back, reserve, write_config
-from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of
+from mcore_ckpt.directory.commit import common_file_in_force, give_back, reserve, write_config
+from mcore_ckpt.directory.in_force import iteration_of
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.integrity import Manifest, split_metadata
 from mcore_ckpt.format.metadata_read import (

@@ -18,8 +18,8 @@ from typing import Any
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.commit import is_note
-from mcore_ckpt.directory.in_force import common_file_in_force, index_files
+from mcore_ckpt.directory.commit import common_file_in_force, is_note
+from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import files_below, refuse_incomplete
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (

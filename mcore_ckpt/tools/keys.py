@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,

@@ -35,9 +35,9 @@ from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.team import Progress, current_team
-from mcore_ckpt.directory.commit import Commit, file_on_its_way, sum_of_file
+from mcore_ckpt.directory.commit import Commit, common_file_in_force, file_on_its_way, is_pending, sum_of_file
 from mcore_ckpt.directory.copying import JudgedFiles, copy_file
-from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending
+from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import common_state_flaw, config_flaw, is_megatrons, structure_flaws, sync_folders
 from mcore_ckpt.format.index import CheckpointIndex, Removed, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import split_metadata, with_manifest

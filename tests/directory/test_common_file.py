@@ -13,8 +13,8 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import copying, iterations
-from mcore_ckpt.directory.commit import remove_tensors
-from mcore_ckpt.directory.in_force import pending_name, saves_of
+from mcore_ckpt.directory.commit import pending_name, remove_tensors
+from mcore_ckpt.directory.in_force import saves_of
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
 from mcore_ckpt.megatron import serialization

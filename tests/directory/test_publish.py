@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory.commit import Commit, check_files, open_target, reserve, settle
-from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.directory.commit import Commit, check_files, common_file_in_force, open_target, reserve, settle
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index

@@ -33,8 +33,9 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.directory import copying
+from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.directory.copying import identity_of, metadata_of
-from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, is_drain_note, tracked_name
+from mcore_ckpt.directory.in_force import DrainNote, is_drain_note, tracked_name
 from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
