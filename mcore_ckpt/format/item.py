@@ -81,14 +81,6 @@ def element_bytes(dtype: str) -> int:
     return dtype_entry(dtype).element_bytes
 
 
-def place(pos: int, template: TensorTemplate) -> int:
-    """The first file offset >= `pos` at which an item of that template may start."""
-    if template.alignment == PAGE_BYTES:
-        head_bytes = len(template.head)
-        return (pos + head_bytes + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES - head_bytes
-    return (pos + ITEM_ALIGNMENT - 1) // ITEM_ALIGNMENT * ITEM_ALIGNMENT
-
-
 # -------------------------------------------------------------------------------------------------------- zip fields
 
 _LOCAL_MARK, _DESCRIPTOR_MARK, _ENTRY_MARK = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"

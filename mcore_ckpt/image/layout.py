@@ -45,7 +45,7 @@ from mcore_ckpt.format.integrity import (
     decoded_plans,
     inner_blocks,
 )
-from mcore_ckpt.format.item import TensorTemplate, element_bytes, place, tensor_template
+from mcore_ckpt.format.item import PAGE_BYTES, TensorTemplate, element_bytes, tensor_template
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 
@@ -118,7 +118,6 @@ class Window(NamedTuple):
 Fill = Callable[[Window, memoryview], None]
 
 
-_PAGE_BYTES = 4096
 _OBJECT_ALIGNMENT_BYTES = 64
 
 
@@ -181,12 +180,12 @@ def lay_out_file(
     item_bytes: list[int] = []
     # The region of the objects: what they take now and a quarter more, in whole pages.
     needed = objects_end(objects_bytes) if objects_bytes else 0
-    position = bytes_region = -(-(needed + needed // 4) // _PAGE_BYTES) * _PAGE_BYTES
+    position = bytes_region = -(-(needed + needed // 4) // PAGE_BYTES) * PAGE_BYTES
     for _, alike in groupby(templates, id):  # most tensors are like their neighbours: those lie at equal distances
         template, *others = alike
         count, payload, size_bytes = 1 + len(others), len(template.head), template.item_bytes
-        first = place(position, template)
-        step = place(first + size_bytes, template) - first
+        first = _place(position, template)
+        step = _place(first + size_bytes, template) - first
         starts = range(first, first + count * step, step)
         item_offsets.extend(starts)
         payload_offsets.extend(range(first + payload, starts.stop + payload, step))
@@ -214,6 +213,12 @@ def lay_out_file(
         file_name, tuple(specs), bytes_region, tuple(templates), item_offsets, image, footer, position
     )
     return layout, columns
+
+
+def _place(position: int, template: TensorTemplate) -> int:
+    """The first offset from `position` on at which an item of that template may start; a large payload fills pages."""
+    before = len(template.head) if template.alignment == PAGE_BYTES else 0
+    return -(-(position + before) // template.alignment) * template.alignment - before
 
 
 def _strided(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, Stretch]]:
