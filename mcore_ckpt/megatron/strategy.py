@@ -54,7 +54,6 @@ from mcore_ckpt.megatron.versions import (
     differences,
     installed_version_text,
     mapping,
-    megatron_module,
     nvrx_core,
     optional_module,
     own_version,
@@ -545,7 +544,7 @@ def _key(action: str | Enum, backend: str, version: int) -> _Key:
 
 def register_in_megatron() -> None:
     """Fill Megatron's registry (0.12 - 0.16) from ours: new strategies for each look-up that it serves."""
-    registry = megatron_module("strategies.base")
+    registry = import_module("megatron.core.dist_checkpointing.strategies.base")  # which asks for them here
     for key in _factories:
         registry.register_default_strategy(registry.StrategyAction(key[0]), *key[1:], get_strategy(*key))
 
