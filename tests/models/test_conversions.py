@@ -289,9 +289,10 @@ class TestNothingIsLost:
         (first / "x-00001-of-00002.safetensors").write_bytes(safetensors_file({"a": (0, 4)}, 4))
         refused(first, CorruptCheckpointError, "of 00002 files not all are there")
 
-    def test_a_damaged_torch_file(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("elements", [100, 50], ids=["in a tensor", "next to the part that is one"])
+    def test_a_damaged_torch_file(self, tmp_path: Path, elements: int) -> None:
         """torch.load compares no checksum of what it maps."""
-        torch.save({"w": torch.full((100,), 7, dtype=torch.uint8)}, tmp_path / "x.pt")
+        torch.save({"w": torch.full((100,), 7, dtype=torch.uint8)[:elements]}, tmp_path / "x.pt")
         content = (tmp_path / "x.pt").read_bytes()
         (tmp_path / "x.pt").write_bytes(content.replace(b"\7" * 100, b"\7" * 99 + b"\6"))
         refused(tmp_path / "x.pt", ChecksumError, r"x\.pt")
