@@ -2,13 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.layers import Package, layer_of
+from tests.support.processes import printed_by
 
 pytestmark = pytest.mark.quick
 
@@ -140,7 +139,7 @@ for name in {names!r}:
     except ModuleNotFoundError as error:
         print(name, error.name.partition(".")[0])
 """
-    needing = dict(line.split() for line in run(code).splitlines())
+    needing = dict(line.split() for line in printed_by(code).splitlines())
     for name in ("_gcs", "_obstore"):
         needing.pop(f"storage.{name}", None)  # of the extra `objects`
     assert set(needing.values()) <= {"torch"}
@@ -158,7 +157,7 @@ for name in {["mcore_ckpt", *(f"mcore_ckpt.{layer}" for layer in TREE.layers)]!r
     importlib.import_module(name)
     print(name, *sorted(set({HEAVY!r}) & set(sys.modules)))
 """
-    lines = [line.split() for line in run(code).splitlines()]
+    lines = [line.split() for line in printed_by(code).splitlines()]
     assert [name for name, *_ in lines] == ["mcore_ckpt", *(f"mcore_ckpt.{layer}" for layer in TREE.layers)]
     assert not [line for line in lines if len(line) > 1], "the first line that names something heavy is the culprit"
 
@@ -178,16 +177,10 @@ with tempfile.TemporaryDirectory() as path:
 print(*sorted({{name.split(".")[1] for name in sys.modules if name.startswith("mcore_ckpt.")}}))
 print(*sorted({{"torch", "megatron"}} & set(sys.modules)))
 """
-    loaded, heavy = run(code).split("\n")[-3:-1]
+    loaded, heavy = printed_by(code).split("\n")[-3:-1]
     assert "reshard" in loaded.split()
     assert "models" not in loaded.split()
     assert not heavy
-
-
-def run(code: str) -> str:
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
 
 
 def test_what_is_logged_and_shown_goes_through_one_module() -> None:

@@ -4,8 +4,6 @@ import inspect
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core import errors
 from scripts import site_pages
+from tests.support.processes import printed_by
 
 pytestmark = pytest.mark.quick
 
@@ -47,12 +46,6 @@ for use in (lambda: mcore_ckpt.install(), lambda: mcore_ckpt.TorchDistSaveStrate
 """
 
 
-def run(code: str) -> str:
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
 def test_the_list_is_exact() -> None:
     assert sorted(mcore_ckpt.__all__) == PUBLIC
     assert set(PUBLIC) <= set(dir(mcore_ckpt))
@@ -70,7 +63,7 @@ def test_each_stands_on_one_page_of_the_site() -> None:
 
 
 def test_without_megatron_all_can_be_imported_but_what_needs_it_and_that_says_so() -> None:
-    messages = run(WITHOUT_MEGATRON.format(names=sorted(set(PUBLIC) - NEED_MEGATRON))).splitlines()
+    messages = printed_by(WITHOUT_MEGATRON.format(names=sorted(set(PUBLIC) - NEED_MEGATRON))).splitlines()
     assert len(messages) == 2
     for message in messages:
         assert "megatron-core is not installed" in message

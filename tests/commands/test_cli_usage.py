@@ -23,7 +23,7 @@ from mcore_ckpt.launch import main as launch
 from tests.support.command import document_of, output_of, refusal_of
 from tests.support.kept_log import kept_log
 from tests.support.model_like import reshard_killed, write_model
-from tests.support.processes import in_child
+from tests.support.processes import in_child, printed_by
 
 COMMANDS = "list inspect verify cat diff copy repair prune reshard export merge import doctor".split()
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +39,9 @@ def imported_by(arguments: list[str]) -> set[str]:
     code = (
         "import sys\nfrom mcore_ckpt.commands.cli import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
-        "sys.stderr.write(' '.join({'torch', 'numpy', 'rich', 'megatron'} & set(sys.modules)))"
+        "print()\nprint(*{'torch', 'numpy', 'rich', 'megatron'} & set(sys.modules))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    return set(ended.stderr.split())
+    return set(printed_by(code).splitlines()[-1].split())
 
 
 @pytest.mark.parametrize("command", [[], ["reshard"]], ids=" ".join)

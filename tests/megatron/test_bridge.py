@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_ckpt
-from tests.support.processes import forked
+from tests.support.processes import forked, until
 
 pytest.importorskip("megatron.core", reason="what Megatron-Bridge saves through")
 
@@ -100,10 +99,7 @@ def test_older_checkpoints_are_removed_and_never_the_newest_complete_one(tmp_pat
     manager, save = _manager(tmp_path, most_recent_k=2)
     for step in range(1, 5):
         save(step)
-    until_s = time.monotonic() + 90
-    while (left := {path.name for path in tmp_path.glob("iter_*")}) != kept and time.monotonic() < until_s:
-        time.sleep(0.1)
-    assert left == kept
+    until(lambda: {path.name for path in tmp_path.glob("iter_*")} == kept, within_s=90.0)
     assert manager.checkpoint_config.most_recent_k == 2
 
 

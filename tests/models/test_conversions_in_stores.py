@@ -1,7 +1,6 @@
 """Conversions whose source or target is in an object store: complete or not there, and nothing left over."""
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.models import test_huggingface as hugging_face
 from tests.support.local_files import contents
 from tests.support.model_like import assert_same, model_tensors, read_all, reshard_killed, write_model
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request
+from tests.support.processes import until
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +103,7 @@ def test_what_a_target_names_that_may_still_appear_stays(
         reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
     goes_on.set()
     assert arrived.wait(60.0)
-    until_s = time.monotonic() + 30.0
-    while ".metadata" not in object_directory.names() and time.monotonic() < until_s:
-        time.sleep(0.05)
+    until(lambda: ".metadata" in object_directory.names())
     proxied.rule = lambda _: None
     assert verify_checkpoint(object_directory.url).whole
 

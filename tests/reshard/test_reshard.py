@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from tests.support.command import document_of, output_of, refusal_of
 from tests.support.local_files import contents, flip
 from tests.support.meanwhile import behind
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
+from tests.support.processes import until
 from tests.support.stored_layouts import StoredTensor, flip_item, tilings, whole, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -361,11 +361,8 @@ class TestInterruption:
             stderr=subprocess.PIPE,
             text=True,
         )
-        deadline = time.monotonic() + 60
-        while not any(path.read_text().count("\n") > 2 for path in tmp_path.glob("t.partial.journal")):
-            assert running.poll() is None, running.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        journals = lambda: [path.read_text() for path in tmp_path.glob("t.partial.journal")]  # noqa: E731
+        until(lambda: running.poll() is not None or any(text.count("\n") > 2 for text in journals()))
         running.send_signal(stop)
         _, errors = running.communicate(timeout=60)
         assert running.returncode == (130 if stop == signal.SIGINT else -signal.SIGKILL), errors

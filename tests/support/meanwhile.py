@@ -1,5 +1,6 @@
 """What happens while something else is at work: ahead of each call of a function, or behind it."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ def ahead_of(owner: Any, name: str, do: Callable[..., object]) -> Iterator[None]
     """In the block, `do` is called with the arguments of each call of that function or method, and before it."""
     function = getattr(owner, name)
 
+    @functools.wraps(function)  # (Megatron looks at signatures)
     def call(*args: Any, **named: Any) -> Any:
         do(*args, **named)
         return function(*args, **named)
@@ -24,6 +26,7 @@ def behind(owner: Any, name: str, do: Callable[..., object]) -> Iterator[None]:
     """As `ahead_of`, when the function has returned."""
     function = getattr(owner, name)
 
+    @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         result = function(*args, **named)
         do(*args, **named)

@@ -50,6 +50,14 @@ def suspend(*others: int, for_s: float) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
+def printed_by(code: str, *words: str) -> str:
+    """What a new interpreter prints that runs this code with these arguments."""
+    command, root = [sys.executable, "-c", code, *words], Path(__file__).parents[2]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 # --- a function in a child: what it imports, patches and leaves behind stays there ------------------------------------
 
 

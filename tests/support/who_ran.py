@@ -1,12 +1,12 @@
 """Record which strategy classes really did a save or a load, whatever a registry says."""
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
-from unittest import mock
+
+from tests.support.meanwhile import ahead_of
 
 _STOCK = ("TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy")
 _METHODS = ("save", "async_save", "load")
@@ -24,7 +24,7 @@ def record_strategies() -> Iterator[list[str]]:
             for method in _METHODS:
                 if method in vars(cls):
                     name = f"{cls.__module__.split('.')[0]}.{cls.__name__}.{method}"
-                    patches.enter_context(mock.patch.object(cls, method, _recorded(vars(cls)[method], calls, name)))
+                    patches.enter_context(ahead_of(cls, method, lambda *_, name=name, **__: calls.append(name)))
         yield calls
 
 
@@ -35,12 +35,3 @@ def _classes() -> list[Any]:
     ours = import_module("mcore_ckpt")
     compat = import_module("mcore_ckpt.megatron.versions")
     return [compat.stock_class(name) for name in _STOCK] + [ours.TorchDistSaveStrategy, ours.TorchDistLoadStrategy]
-
-
-def _recorded(original: Any, calls: list[str], name: str) -> Any:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return original(*args, **kwargs)
-
-    return call

@@ -19,17 +19,10 @@ from mcore_ckpt.storage.resolve import LocalStorage
 _TAIL_BYTES = 64
 
 
-def image(name: str, payload_bytes: int, payloads: int = 1) -> PlannedFile:
-    """A file of equal payloads, each followed by 64 bytes that begin with its CRC-32."""
-    step = payload_bytes + _TAIL_BYTES
-    offsets = array("q", [index * step for index in range(payloads)])
-    structure = FileImage(
-        payloads * step,
-        offsets,
-        array("q", [payload_bytes] * payloads),
-        array("q", [offset + payload_bytes for offset in offsets]),
-    )
-    return PlannedFile(name, structure)
+def image(name: str, payload_bytes: int) -> PlannedFile:
+    """A file of one payload, followed by 64 bytes that begin with its CRC-32."""
+    start, length = array("q", [0]), array("q", [payload_bytes])
+    return PlannedFile(name, FileImage(payload_bytes + _TAIL_BYTES, start, length, length))
 
 
 def job(directory: Path, images: Sequence[PlannedFile], **fields: Any) -> WriterJob:
