@@ -856,23 +856,17 @@ def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = 
         )
 
 
-def settle(storage: Storage, config: bytes | None = None) -> None:
-    """The checkpoint of a reserved directory was saved by other means: put its common state and `config` next to it."""
+def write_config(storage: Storage, content: bytes) -> bool:
+    """Write `metadata.json` of the checkpoint published last here; False if another save has replaced it."""
     commit = _reserved.pop(storage.location, None)
-    if commit is not None:
+    if commit is not None:  # another strategy has saved: the common state comes next to that
+        _published.pop(storage.location, None)
         try:
             commit.have_common_wait()
             if commit.pending is not None:
                 storage.move(commit.pending, COMMON_FILE)
-            if config is not None and not _has_config(storage, config):
-                storage.publish(CONFIG_FILE, config)
         finally:
             commit.give_up()
-
-
-def write_config(storage: Storage, content: bytes) -> bool:
-    """Write `metadata.json` of the checkpoint published last here; False if another save has replaced it."""
-    settle(storage, content)  # another strategy saved next to the common state
     published = _published.get(storage.location)
     has_config, is_published = run_concurrently(
         storage.asks_at_once,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory.commit import Commit, check_files, common_file_in_force, open_target, reserve, settle
+from mcore_ckpt.directory.commit import Commit, check_files, common_file_in_force, open_target, reserve, write_config
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from tests.support.local_files import names
@@ -146,12 +146,12 @@ def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path
     stock = data_file_name(0, 0)
     (tmp_path / stock).write_bytes(b"data")
     (tmp_path / METADATA_FILE).write_bytes(metadata(stock))
-    settle(storage)
-    settle(storage)
-    assert names(tmp_path) == {first, stock, METADATA_FILE, COMMON_FILE}
+    assert write_config(storage, b"{}")
+    assert write_config(storage, b"{}")
+    assert names(tmp_path) == {first, stock, METADATA_FILE, COMMON_FILE, CONFIG_FILE}
     assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
     last = save(tmp_path)
-    assert names(tmp_path) == {last, METADATA_FILE, COMMON_FILE}
+    assert names(tmp_path) == {last, METADATA_FILE, COMMON_FILE, CONFIG_FILE}
 
 
 @pytest.mark.timeout(60)
