@@ -112,7 +112,10 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "one other file": (take_files(1), "data files and .metadata of two saves were mixed"),
     "cut": (changed(lambda content: content[:-1]), "distcp"),
     "longer": (changed(lambda content: content + bytes(64)), "distcp"),
-    "longer ahead of the footer": (changed(lambda content: content[:-64] + bytes(64) + content[-64:]), "extended"),
+    "longer ahead of the footer": (
+        changed(lambda content: content[:-64] + bytes(64) + content[-64:]),
+        "truncated or extended",
+    ),
     "without the footer": (changed(lambda content: content[:-64] + bytes(64)), "distcp"),
 }
 

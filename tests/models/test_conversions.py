@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.command import output_of
 from tests.support.local_files import contents, flip
-from tests.support.meanwhile import ahead_of, behind
+from tests.support.meanwhile import ahead_of, behind, interrupted_at
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.stored_layouts import flip_item
 
@@ -302,8 +301,7 @@ class TestNothingIsLost:
 def test_an_interrupted_export_is_resumed_by_the_same_command(checkpoint: Path, tmp_path: Path, to: Any) -> None:
     """What was written and has come to harm is not published: it is written again."""
     options = {"to": to, "max_shard_bytes": 20_000}
-    stopped = mock.patch.object(StoredPayloads, "check_rest", side_effect=KeyboardInterrupt)
-    with stopped, pytest.raises(KeyboardInterrupt):
+    with interrupted_at(StoredPayloads, "check_rest"):
         export_checkpoint(checkpoint, tmp_path / "t", **options)
     assert not (tmp_path / "t").exists()
     first, second, *_ = sorted((tmp_path / "t.partial").iterdir())
@@ -318,9 +316,8 @@ def test_an_interrupted_export_is_resumed_by_the_same_command(checkpoint: Path, 
 def test_what_an_interrupted_conversion_has_read_of_a_damaged_source_is_compared(tmp_path: Path) -> None:
     """Elements that are converted have other checksums; those of the source are compared when all is written."""
     flip_item(write_model(tmp_path / "s"), "output_layer.weight")
-    stopped = mock.patch.object(DerivedPayloads, "check_rest", side_effect=KeyboardInterrupt)
     for convert in (export_checkpoint, partial(reshard_checkpoint, tp=1, only="*.weight")):
-        with stopped, pytest.raises(KeyboardInterrupt):
+        with interrupted_at(DerivedPayloads, "check_rest"):
             convert(tmp_path / "s", tmp_path / "t", dtype="fp32")
         with pytest.raises(ChecksumError, match=r"output_layer\.weight"):
             convert(tmp_path / "s", tmp_path / "t", dtype="fp32")
@@ -337,8 +334,7 @@ def test_an_import_does_not_go_on_with_a_table_that_was_changed(tmp_path: Path) 
     own, table = tmp_path / "mine.toml", (Path(models.__file__).parent / "families" / "llama.toml").read_text()
     own.write_text(table)
     convert = partial(import_checkpoint, tmp_path / "s", tmp_path / "t", kind="hf", arch=str(own))
-    stopped = mock.patch.object(DerivedPayloads, "check_rest", side_effect=KeyboardInterrupt)
-    with stopped, pytest.raises(KeyboardInterrupt):
+    with interrupted_at(DerivedPayloads, "check_rest"):
         convert()
     own.write_text(f"{table}\n# corrected\n")
     with pytest.raises(OptionError, match=r"another --arch.*--restart"):

@@ -20,6 +20,7 @@ from mcore_ckpt.tools.payloads import StoredPayloads
 from tests.support.command import document_of, output_of
 from tests.support.gloo_ranks import run_stock_ranks
 from tests.support.local_files import contents
+from tests.support.meanwhile import interrupted_at
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.models import GATED, Parallel, build_training
 from tests.support.stored_layouts import StoredTensor, flip_item, whole, write_checkpoint
@@ -233,28 +234,22 @@ def test_options_that_make_no_average_are_refused(tmp_path: Path, options: dict[
 
 def test_an_interrupted_merge_is_resumed_and_what_it_had_read_is_compared(tmp_path: Path) -> None:
     sources = write_three(tmp_path)
-    stopped = mock.patch.object(StoredPayloads, "check_rest", side_effect=KeyboardInterrupt)
-    with stopped, pytest.raises(KeyboardInterrupt):
+    with interrupted_at(StoredPayloads, "check_rest"):
         merge_checkpoints(sources, tmp_path / "t")
     assert not (tmp_path / "t").exists()
     with pytest.raises(OptionError, match="another --weights"):
         merge_checkpoints(sources, tmp_path / "t", weights="minus-sqrt")
+    index, before = sources[0] / ".metadata", (sources[0] / ".metadata").stat()
+    os.utime(index)
+    with pytest.raises(OptionError, match=rf"another source 1 \({sources[0]}, files .*, now {sources[0]}, "):
+        merge_checkpoints(sources, tmp_path / "t")
+    os.utime(index, ns=(before.st_atime_ns, before.st_mtime_ns))
     read = mock.Mock(wraps=StoredPayloads.read_into)
     with mock.patch.object(StoredPayloads, "read_into", lambda *given: read(*given)):
         assert merge_checkpoints(sources, tmp_path / "t").resumed
     nbytes = sum(tensor.nbytes for tensor in models(0).values())
     assert sum(len(view) for *_, view in (call.args for call in read.call_args_list)) == 3 * nbytes
     assert_same(read_all(tmp_path / "t"), average(models, (1, 1, 1)))
-
-
-def test_a_source_that_has_changed_since_an_interruption_is_named(tmp_path: Path) -> None:
-    sources = write_three(tmp_path)
-    stopped = mock.patch.object(StoredPayloads, "check_rest", side_effect=KeyboardInterrupt)
-    with stopped, pytest.raises(KeyboardInterrupt):
-        merge_checkpoints(sources, tmp_path / "t")
-    os.utime(sources[0] / ".metadata")
-    with pytest.raises(OptionError, match=rf"another source 1 \({sources[0]}, files .*, now {sources[0]}, "):
-        merge_checkpoints(sources, tmp_path / "t")
 
 
 def test_a_damaged_source_makes_nothing(tmp_path: Path) -> None:
@@ -271,8 +266,7 @@ def test_memory_depends_on_neither_tensors_nor_checkpoints(tmp_path: Path) -> No
     halves = [Box((0, 0), (4096, 2048)), Box((0, 2048), (4096, 2048))]
     for n, boxes in enumerate((halves, [Box((0, 0), (4096, 4096))])):
         write_checkpoint(tmp_path / f"{n}", {"a": StoredTensor(matrix, boxes)})
-    read = merge.MergedPayloads._read
-    largest = []
+    read, largest = merge.MergedPayloads._read, []
 
     def watched(self: merge.MergedPayloads, *given: Any) -> Any:
         found = read(self, *given)
@@ -292,9 +286,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert "output_layer.weight" in shown
     assert f"note: 0.5 x {sources[2]}" in shown
     assert not (tmp_path / "t").exists()
-    assert document_of("merge", tmp_path / "t", *sources, "--weights", "1,2,4", "--tp", "2", "-q")[
-        "target_layout"
-    ].startswith("TP 2 ")
+    report = document_of("merge", tmp_path / "t", *sources, "--weights", "1,2,4", "--tp", "2", "-q")
+    assert report["target_layout"].startswith("TP 2 ")
     assert_same(read_all(tmp_path / "t"), average(models, (1, 2, 4)))
 
 

@@ -11,7 +11,6 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.command import document_of, output_of, refusal_of
 from tests.support.local_files import contents, flip
-from tests.support.meanwhile import behind
+from tests.support.meanwhile import behind, interrupted_at
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
 from tests.support.processes import until
 from tests.support.stored_layouts import StoredTensor, flip_item, tilings, whole, write_checkpoint
@@ -294,8 +293,7 @@ class TestInterruption:
     @staticmethod
     def interrupt(tmp_path: Path) -> None:
         """A run that ends when everything is written, and nothing is compared."""
-        stopped = mock.patch.object(conversion, "check_all", side_effect=KeyboardInterrupt)
-        with stopped, pytest.raises(KeyboardInterrupt):
+        with interrupted_at(conversion, "check_all"):
             reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
 
     def test_a_source_that_changed_is_not_taken_for_the_same(

@@ -12,7 +12,6 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -38,7 +37,7 @@ from tests.models.test_huggingface import model_tensors, write_hf
 from tests.support.gloo_ranks import on_ranks
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
-from tests.support.meanwhile import ahead_of
+from tests.support.meanwhile import ahead_of, interrupted_at
 from tests.support.object_server import ObjectDirectory
 from tests.support.processes import children, until
 
@@ -225,8 +224,7 @@ def test_neither_models_nor_copies_go_into_the_run_itself(run: Path) -> None:
 def test_an_export_that_was_interrupted_is_finished_behind_the_newest(model: Path, run: Path, tmp_path: Path) -> None:
     """Of two, one is of a checkpoint that was removed meanwhile."""
     for name in ("iter_0000001", "iter_0000002"):
-        stopped = mock.patch.object(target_directory, "_appear", side_effect=KeyboardInterrupt)
-        with stopped, pytest.raises(KeyboardInterrupt):
+        with interrupted_at(target_directory, "_appear"):
             mcore_ckpt.export_checkpoint(run / name, tmp_path / "models" / name, to="hf")
     shutil.rmtree(run / "iter_0000002")
     said = _export_all(run, "iter_0000003", export_to=str(tmp_path / "models"), export_config=str(model))

@@ -36,6 +36,17 @@ def behind(owner: Any, name: str, do: Callable[..., object]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def interrupted_at(owner: Any, name: str) -> Iterator[None]:
+    """The block ends with the `KeyboardInterrupt` that comes instead of that call."""
+    with mock.patch.object(owner, name, side_effect=KeyboardInterrupt):
+        try:
+            yield
+        except KeyboardInterrupt:
+            return
+    raise AssertionError(f"{name} has interrupted nothing")
+
+
 def once(do: Callable[[], object]) -> Callable[..., None]:
     """`do` at the first call, whatever the arguments."""
     left = [do]

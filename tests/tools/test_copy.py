@@ -29,7 +29,7 @@ from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from mcore_ckpt.tools import runs
 from tests.support.command import output_of, refusal_of
 from tests.support.local_files import contents, data_file, flip
-from tests.support.meanwhile import ahead_of, behind, once
+from tests.support.meanwhile import ahead_of, behind, interrupted_at, once
 from tests.support.model_like import model_tensors, write_model
 from tests.support.object_server import ObjectDirectory, S3Directory
 from tests.support.stored_saves import loaded, save, state
@@ -218,7 +218,7 @@ def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_publishe
     target = tmp_path / "copy"
     (saved / "common.pt").write_bytes(b"of the first")
     (saved / "metadata.json").write_bytes(encode_config())
-    with mock.patch.object(copying, "length_flaw", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with interrupted_at(copying, "length_flaw"):
         copy_checkpoint(saved, target)
     save(tmp_path / "other", 2.0)
     with pytest.raises(CheckpointExistsError, match=r"not of the checkpoint that is copied: __0_1.*, "):
