@@ -262,10 +262,6 @@ def _megatrons(held: list[list[Any]]) -> Any:
         return exchange_utils.determine_main_replica_uniform_distribution(state, _Group(len(held)))
 
 
-def _shard_id(shard: Any) -> Any:
-    return _sharded_tensor_shard_id(shard)
-
-
 @pytest.mark.parametrize(("ranks", "rounds"), [(2, 25), (17, 5)])
 def test_owners_are_those_that_megatron_chooses(ranks: int, rounds: int) -> None:
     seed = random.randrange(10**6)
@@ -275,5 +271,5 @@ def test_owners_are_those_that_megatron_chooses(ranks: int, rounds: int) -> None
         stock = _megatrons(held)
         answers, _ = distributed([tell(of_rank) for of_rank in held])
         for rank, (of_rank, bits) in enumerate(zip(held, answers, strict=True)):
-            expected = [stock.main_rank_for_shard.get(_shard_id(shard)) == rank for shard in of_rank]
+            expected = [stock.main_rank_for_shard.get(_sharded_tensor_shard_id(shard)) == rank for shard in of_rank]
             assert flags_of(bits, len(of_rank)).tolist() == expected, f"seed {round_seed}, rank {rank}"

@@ -62,14 +62,6 @@ class Quantized(torch.Tensor):
         return self.codes.float() * self.scale
 
 
-def quantized_engine() -> None:
-    """Megatron takes `Quantized` for Transformer Engine's class."""
-    for name in ("HAVE_TE_FP8_TENSOR_CLASS", "HAVE_TE_FLOAT8TENSOR"):
-        setattr(fp8_utils, name, True)
-    for name in ("FP8_TENSOR_CLASS", "Float8Tensor"):
-        setattr(fp8_utils, name, Quantized)
-
-
 def values(i: int) -> torch.Tensor:
     return ((torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) * (i + 7)) % 251 - 125).to(torch.bfloat16)
 
@@ -102,7 +94,11 @@ def test_quantized_tensors_are_filled_in_place_by_way_of_few_wide_ones(rank: int
     saved["bias"] = sharded("bias", torch.arange(8.0).view(8, 1).chunk(world)[rank], rank, world)
     dist_checkpointing.save(saved, str(tmp_path), TorchDistSaveStrategy())
 
-    quantized_engine()
+    # Megatron takes `Quantized` for Transformer Engine's class.
+    for name in ("HAVE_TE_FP8_TENSOR_CLASS", "HAVE_TE_FLOAT8TENSOR"):
+        setattr(fp8_utils, name, True)
+    for name in ("FP8_TENSOR_CLASS", "Float8Tensor"):
+        setattr(fp8_utils, name, Quantized)
     one_bytes = ROWS // world * COLUMNS * 2
     strategies._SCRATCH_BYTES = 3 * one_bytes  # type: ignore[misc]
     for wrapped in (False, True):

@@ -4,6 +4,7 @@ import itertools
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,10 +30,6 @@ def wrapped(**options: Any) -> Any:
         made for made in [(ranks, dist.new_group(ranks)) for ranks in ([0, 2], [1, 3])] if dist.get_rank() in made[0]
     )[1]
     return FullyParallelSaveStrategyWrapper(TorchDistSaveStrategy(options=SaveOptions.from_environment(**options)), own)
-
-
-def _cannot_be_built(*_: Any) -> Any:
-    raise MemoryError("no memory on this rank")
 
 
 @on_ranks(4)
@@ -63,7 +60,7 @@ def test_what_one_rank_raises_before_the_first_exchange_all_raise(rank: int, tmp
     def built(key: str, tensor: torch.Tensor, *_: Any) -> Any:
         return ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)
 
-    build = _cannot_be_built if rank == 1 else built
+    build = mock.Mock(side_effect=MemoryError("no memory on this rank")) if rank == 1 else built
     factory = ShardedTensorFactory("made", torch.ones(2), build, lambda found: found)
     fails("rank 1.*MemoryError|no memory on this rank", {**state(1), "made": factory})
     fails("rank 0.*iter_0000009|No such file", state(1), str(tmp_path / "iter_0000009"))

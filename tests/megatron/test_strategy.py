@@ -25,10 +25,8 @@ from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.local_files import data_file
 from tests.support.states import check_state, sharded_state
 
-Saving = dict[str, Any]
 
-
-def save_on_rank(rank: int, path: Path, world: int, seed: int, ours: bool, options: Saving) -> None:
+def save_on_rank(rank: int, path: Path, world: int, seed: int, ours: bool, options: dict[str, Any]) -> None:
     strategy = (
         TorchDistSaveStrategy(options=SaveOptions(**options)) if ours else TorchDistSaveShardedStrategy("torch_dist", 1)
     )

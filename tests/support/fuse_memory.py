@@ -38,11 +38,11 @@ _OPERATIONS: Final = {
     1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir",
     10: "unlink", 11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs",
     18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir",
-    30: "fsyncdir", 34: "access", 35: "create", 36: "interrupt", 42: "batch_forget", 43: "fallocate", 45: "rename2",
+    30: "fsyncdir", 34: "access", 35: "create", 36: "interrupt", 42: "batch_forget", 43: "fallocate",
 }  # fmt: skip
 _CHANGES: Final = frozenset(
     {"setattr", "symlink", "mkdir", "unlink", "rmdir", "rename", "write", "fsync", "fsyncdir",
-     "create", "fallocate", "rename2"}
+     "create", "fallocate"}
 )  # fmt: skip
 _UNANSWERED: Final = frozenset({"forget", "interrupt", "batch_forget"})
 
@@ -228,9 +228,7 @@ class _Server:
         seconds, nanoseconds = divmod(node.mtime_ns, 10**9)
         size = len(node.data)
         times = (seconds, seconds, seconds, nanoseconds, nanoseconds, nanoseconds)
-        return _ATTRIBUTES.pack(
-            node.number, size, -(-size // 512), *times, node.mode, 1, 0, 0, 0, 4096, 0
-        )  # fmt: skip
+        return _ATTRIBUTES.pack(node.number, size, -(-size // 512), *times, node.mode, 1, 0, 0, 0, 4096, 0)
 
     def _entry(self, node: _Node) -> bytes:
         return struct.pack("<QQQQII", node.number, 0, 0, 0, 0, 0) + self._attributes(node)
@@ -293,9 +291,9 @@ class _Server:
         self._enter(self._nodes[parent], _name(body), None)
         return b""
 
-    def _rename(self, parent: int, body: bytes, at: int = 8) -> bytes:
+    def _rename(self, parent: int, body: bytes) -> bytes:
         destination = struct.unpack_from("<Q", body)[0]
-        old, new = (name.decode() for name in body[at:].split(b"\0")[:2])
+        old, new = (name.decode() for name in body[8:].split(b"\0")[:2])
         node = self._found(parent, old)
         replaced = self._nodes[destination].entries.get(new)
         if replaced is not None:
@@ -309,9 +307,6 @@ class _Server:
         if parent == destination:
             self._nodes[parent].last = {new: node.number, old: None}
         return b""
-
-    def _rename2(self, parent: int, body: bytes) -> bytes:
-        return self._rename(parent, body, at=16)
 
     def _open(self, number: int, body: bytes) -> bytes:
         return struct.pack("<QII", 0, 0, 0)
