@@ -63,7 +63,7 @@ from mcore_ckpt.load.records import (
     whole_blocks,
 )
 from mcore_ckpt.load.requests import LoadPlan, SmallRead, Want, WantedItem, narrow
-from mcore_ckpt.state.shards import PLAIN
+from mcore_ckpt.state.shards import PLAIN, memory_at
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
@@ -151,11 +151,6 @@ class ItemDecoder:
 
 # Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-def memory_at(address: int, length: int) -> memoryview:
-    """Writable bytes `[address, address + length)` of this process; their owner has to stay alive."""
-    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
 class ReadBuffer:

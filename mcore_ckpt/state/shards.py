@@ -15,6 +15,7 @@ and `.metadata` notes the parameter's own global shape in `mcore_data`.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,11 @@ def is_dense(value: Any) -> bool:
 def pointer_of(tensor: torch.Tensor) -> int:
     """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""
     return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Writable bytes `[address, address + length)` of this process; their owner has to stay alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
 def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
@@ -263,12 +269,12 @@ def contents(
     in_place = type(data) in PLAIN and bool(pointer_of(data)) and not data.is_conj() and not data.is_neg()
     if is_dense(data):
         check_memory(data, lambda: key)
+    if in_place and stretch == (0, math.prod(sizes)):
+        yield memory_at(pointer_of(data), data.nbytes), Box((0,) * len(sizes), sizes)
+        return
     flat, (start, stop) = data.detach().reshape(-1), stretch
     if in_place:
         flat = flat.as_strided(flat.shape, (1,))  # one element is contiguous in any stride
-    if in_place and stretch == (0, math.prod(sizes)):
-        yield flat.view(torch.uint8).numpy(), Box((0,) * len(sizes), sizes)
-        return
     step = max(1, stop - start if in_place else _WINDOW_BYTES // data.element_size())
     at = start
     for low in range(start, stop, step):
