@@ -79,10 +79,11 @@ def run_verify(arguments: argparse.Namespace) -> Outcome:
 def _verify_one(arguments: argparse.Namespace, checkpoint: str) -> Outcome:
     """One checkpoint of a run: that it cannot be read keeps nobody from the others."""
     from mcore_ckpt.directory.iterations import is_gone
+    from mcore_ckpt.format.tensor_pickle import UnsupportedDtypeError
 
     try:
         found = _verify(argparse.Namespace(**{**vars(arguments), "checkpoint": checkpoint}))
-    except LoadError as error:
+    except (LoadError, UnsupportedDtypeError) as error:
         said = without_tracebacks(str(error))
         found = Outcome({"whole": False, "error": said}, one_line(said), DIFFERS)
     if found.code != DONE and is_gone(checkpoint_path(checkpoint)):

@@ -177,7 +177,7 @@ class Owner:
             fields = json.loads(content)
             own = {name: fields.pop(name) for name in cls.__slots__ if name != "noted"}
             owner = cls(**own, noted=fields)
-            time.gmtime(owner.since_s)  # raises where it is no time
+            str(owner)  # raises where the time is none
             well_formed = (
                 all(type(text) is str for text in (owner.host, owner.place, owner.started))
                 and owner.save == save

@@ -33,6 +33,7 @@ from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, TABLE_HEAD, C
 from mcore_ckpt.format.item import Forms, element_bytes, locate_tensor
 from mcore_ckpt.format.metadata_read import METADATA_FILE, checked_footer, parse_index, read_small_file
 from mcore_ckpt.format.safe_pickle import refusals
+from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.ranges import WINDOW_BYTES, Extent, ReadPolicy, Span, coalesce
 from mcore_ckpt.load.records import (
@@ -374,10 +375,12 @@ def check_item(
     """Compare all checksums of one item, and its own description with the index; how many records were compared, 0 if
     the item hides them. `inside`: its bytes, if they have been read; otherwise `buffer` returns a window.
     """
-    item, where = check.item, check.where
+    item, where, entry, chunk = check.item, check.where, check.entry, check.chunk
+    if entry is not None and entry.dtype not in DTYPES:  # of a quantized one the records alone can be compared
+        entry = None
     nbytes = 0
-    if check.entry is not None and check.chunk is not None:
-        nbytes = math.prod(check.chunk.sizes) * element_bytes(check.entry.dtype)
+    if entry is not None and chunk is not None:
+        nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
     if item.is_compressed:
         check_proportion(nbytes, item, where)
         stored = reader.read(item.offset, item.length) if inside is None else bytes(inside)
@@ -410,9 +413,9 @@ def check_item(
         if whole != item.crc32:
             raise checksum_error(where, "its bytes have", whole, item.crc32)
     checked = check_records(read, sum_up, length, where)
-    if check.entry is None or check.chunk is None:
+    if entry is None or chunk is None:
         return checked
-    dtype, sizes = check.entry.dtype, check.chunk.sizes
+    dtype, sizes = entry.dtype, chunk.sizes
     try:
         found = locate_tensor(read, length, where, (dtype, sizes), forms)
         check_located(found, dtype, sizes, nbytes, item.crc32)

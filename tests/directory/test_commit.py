@@ -211,6 +211,9 @@ LEFT: dict[str, Callable[[Path], object]] = {
     "its number is another's now": leave_note(replace(Owner.here(), save="ab" * 8, started="1").encode()),
     "its number is nobody's": leave_note(replace(Owner.here(), save="ab" * 8, pid=2**22 - 1).encode()),
     "an empty note": leave_note(b""),
+    "a note of no time": leave_note(
+        replace(Owner.here(), save="ab" * 8, host="another", place="another", since_s=67768036191676799).encode()
+    ),
     "a note of others": leave_note(b'{"pid": "x"}'),
     "a pipe": lambda path: os.mkfifo(path / (NOTE + "ab" * 8)),
 }

@@ -123,6 +123,22 @@ def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
     assert missed < item.length / 11 / 3
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_quantized_tensors_are_verified_and_copied_by_their_checksums(tmp_path: Path) -> None:
+    stored, run = torch.quantize_per_tensor(torch.randn(500), 0.1, 0, torch.qint8), tmp_path / "run"
+    for name, tensor in (("iter_0000001", stored), ("iter_0000002", torch.ones(3))):
+        dcp.save({"x": tensor}, storage_writer=dcp.FileSystemWriter(run / name), no_dist=True)
+    output_of("verify", run, "--all")
+    output_of("copy", run / "iter_0000001", tmp_path / "copy")
+    loaded = {"x": torch.quantize_per_tensor(torch.zeros(500), 0.1, 0, torch.qint8)}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "copy"), no_dist=True)
+    assert torch.equal(loaded["x"].int_repr(), stored.int_repr())
+    item = item_of(run / "iter_0000001", "x", 0)
+    flip(run / "iter_0000001" / item.file, item.offset + item.length // 2)
+    found = document_of("verify", run, "--all", code=1)
+    assert [one["whole"] for one in found.values()] == [False, True]
+
+
 def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path) -> None:
     item = item_of(checkpoint)
     flip(checkpoint / item.file, item.offset + item.length // 2)
