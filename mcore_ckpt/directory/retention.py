@@ -292,9 +292,12 @@ def _not_copied(storage: Storage) -> str | None:
     note = DrainNote.in_force(checkpoint_path(storage.location))
     if note is None:
         return None
-    if note.leads_back(storage):
-        return f"{NOT_COPIED}: {note.to} is its own directory, by another path"
-    there, index = look_at(checkpoint_path(note.to))
+    try:
+        if note.leads_back(storage):
+            return f"{NOT_COPIED}: {note.to} is its own directory, by another path"
+        there, index = look_at(checkpoint_path(note.to))
+    except (LoadError, OptionError) as error:
+        return f"{NOT_COPIED}, as far as can be told: {note.to}: {error}"
     if index is not None and note.save in saves_of(index) and there.whole:
         own = _index_of(storage)
         if there.removed is None or own is None or own.removed is not None:

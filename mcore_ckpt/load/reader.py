@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.boxes import Box, flat_boxes, intersect, relative, strides_of
-from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, ShapeMismatchError
+from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, ranks_of_this_host
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import without_modes
@@ -86,10 +86,14 @@ class CheckpointReader:
             for tier in (self.options.local_tier, self.options.drain_to)
         )
         self._files: Storage | NearestFiles = self._storage
+        self._no_second = ""
         if local not in (None, run):
             self._files = NearestFiles(storage_at(local / name), self._storage, self._storage, lambda: self.index)
         elif second not in (None, run):
-            self._files = NearestFiles(self._storage, storage_at(second / name), self._storage, lambda: self.index)
+            try:
+                self._files = NearestFiles(self._storage, storage_at(second / name), self._storage, lambda: self.index)
+            except OptionError as error:  # of which a load that finds all files here needs to know nothing
+                self._no_second = f"the second tier, {second}, cannot be opened: {error}"
         self._index: CheckpointIndex | None = None
         self.index_version: FileVersion | None = None
         self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
@@ -151,11 +155,11 @@ class CheckpointReader:
         return str(self._files if isinstance(self._files, NearestFiles) else self.path)
 
     def _remedy(self) -> str:
-        """Where else files may be that are missing, unless the options name it."""
+        """Where else files may be that are missing, unless the options name it, or why it cannot be opened."""
         with contextlib.suppress(LoadError, OSError):
             if self.options.drain_to is None and (note := DrainNote.in_force(self.path)) is not None:
                 return note.remedy
-        return ""
+        return self._no_second
 
     @without_modes()
     def object_bytes(self, fqn: str) -> bytes:

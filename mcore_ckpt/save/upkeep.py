@@ -138,7 +138,12 @@ def note_drain(
 def _is_in(run: Path, place: Path, _is_there: bool) -> bool:
     """Whether a directory is the run's or lies in it; looked at again when the run's directory has been made."""
     found: list[bool] = []
-    asker = threading.Thread(target=lambda: found.append(lies_in(place, run)), daemon=True)
+
+    def ask() -> None:
+        with suppress(OptionError):  # it cannot be opened: what is to be copied or exported there says so
+            found.append(lies_in(place, run))
+
+    asker = threading.Thread(target=ask, daemon=True)
     with suppress(RuntimeError):  # at the interpreter's end
         asker.start()
         asker.join(_ASK_WITHIN_S)

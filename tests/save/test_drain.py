@@ -36,7 +36,7 @@ from mcore_ckpt.directory import copying
 from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.directory.copying import identity_of, metadata_of
 from mcore_ckpt.directory.in_force import DrainNote, is_drain_note, tracked_name
-from mcore_ckpt.directory.retention import PruneReport, prune_run
+from mcore_ckpt.directory.retention import NOT_COPIED, PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -357,11 +357,29 @@ def test_what_has_been_copied_goes_only_as_long_as_the_copy_is_there(tmp_path: P
     _resume_alone(near, far)
     data_files(far / NAME)[0].unlink()
     kept = {each.checkpoint.name: each.reason for each in prune_run(near, keep_last=1, remove=True).decisions}
-    assert "it is not in the second tier" in kept[NAME]
+    assert NOT_COPIED in kept[NAME]
     assert there(str(near)) == [NAME, "iter_0000003"]
     next((near / NAME).glob(f"{DRAIN_FILE}.*")).unlink()  # a person says that it is not needed there
     prune_run(near, keep_last=1, remove=True)
     assert there(str(near)) == ["iter_0000003"]
+
+
+def test_a_second_tier_that_cannot_be_opened_stops_nothing_that_does_not_need_it(tmp_path: Path) -> None:
+    near, far, nowhere = tmp_path / "near", tmp_path / "far", "msc://nowhere/run"
+    _save_alone(near, nowhere, 1, 1.0)
+    for iteration in (2, 3):
+        _save_alone(near, far, iteration, 1.0)
+    _resume_alone(near, far)
+    kept = {each.checkpoint.name: each.reason for each in prune_run(near, keep_last=1, remove=True).decisions}
+    assert re.match(f"{NOT_COPIED}, .*{nowhere}/{NAME}: ", kept[NAME])
+    assert there(str(near)) == [NAME, "iter_0000003"]
+    reader = FileSystemReader(near / NAME, options=LoadOptions(drain_to=nowhere))
+    state = {"w": torch.zeros(1000)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert state["w"].sum() == 1000
+    data_files(near / NAME)[0].unlink()
+    with pytest.raises(dcp.CheckpointException, match=f"the second tier, {nowhere}, cannot be opened: {nowhere}"):
+        dcp.load(state, storage_reader=reader, no_dist=True)
 
 
 def test_the_save_directory_itself_is_no_second_tier(tmp_path: Path) -> None:
