@@ -283,7 +283,7 @@ class _Copy:
             return
         common = self.found.common
         for name in (*self.found.data, *([] if common is None else [common])):
-            if writes.exists(name) and _crc_of(reads, name) != _crc_of(writes, name):
+            if writes.exists(name) and crc_of(reads, name) != crc_of(writes, name):
                 raise CheckpointExistsError(
                     f"{writes.path(name)}: differs from {reads.path(name)}, and the indexes are the same, without the "
                     "id of a save: another checkpoint, or a damaged copy. Nothing has been written. Copy into another "
@@ -430,7 +430,7 @@ def copy_file(
     private = own_name if writes.is_store else f".{last}.{secrets.token_hex(8)}.tmp"
     with reads.open_reader(name) as reader:
         there = writes.version(own_name)
-        if there is not None and there.size_bytes == reader.size_bytes and _crc(reader) == _crc_of(writes, own_name):
+        if there is not None and there.size_bytes == reader.size_bytes and _crc(reader) == crc_of(writes, own_name):
             judged.check(name)
             return None
         if there is not None and private == own_name:
@@ -445,7 +445,7 @@ def copy_file(
             writer.abort()
             raise
     try:
-        got = _crc_of(writes, private)
+        got = crc_of(writes, private)
         if got != expected:
             raise SaveError(
                 f"{writes.path(own_name)}: the copy has CRC-32 {got:#010x}, expected {expected:#010x}, as read from "
@@ -465,7 +465,8 @@ def copy_file(
     return reader.size_bytes
 
 
-def _crc_of(storage: Storage, name: str) -> int:
+def crc_of(storage: Storage, name: str) -> int:
+    """The CRC-32 of a file. Raises `SaveError` if it cannot be read."""
     try:
         with storage.open_reader(name) as reader:
             return _crc(reader)

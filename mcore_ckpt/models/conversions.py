@@ -52,7 +52,7 @@ from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, MergeOption
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.reshard import opened, reshard_conversion, target_layout
-from mcore_ckpt.reshard.target_directory import begun_work, refuse_target, remove_begun
+from mcore_ckpt.reshard.target_directory import begun_work, refuse_inside, remove_begun
 from mcore_ckpt.reshard.view import FilePayloads, FileRange
 from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors, plan_torch_files
 from mcore_ckpt.save.jobs import work_for_trainer
@@ -200,7 +200,7 @@ def merge_checkpoints(
         raise OptionError("no checkpoint to merge: name at least one")
     places = Places(directories[-1], checkpoint_path(target))
     for directory in () if dry_run else directories:
-        refuse_target(directory, places.target)
+        refuse_inside(directory, places.target)
     return convert(partial(_plan_merge, directories), places, how, dry_run=dry_run, progress=progress)
 
 

@@ -59,7 +59,14 @@ from mcore_ckpt.image.writer import ImageStream, ImageWriter, WindowPool
 from mcore_ckpt.load.records import item_name, padded_range
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
 from mcore_ckpt.reshard.plan import Division, Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
-from mcore_ckpt.reshard.target_directory import Target, begun_work, bind_common_file, refuse_target, team_target
+from mcore_ckpt.reshard.target_directory import (
+    Target,
+    begun_work,
+    bind_common_file,
+    finish_made,
+    refuse_target,
+    team_target,
+)
 from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up
@@ -603,9 +610,10 @@ def convert(
 ) -> ConversionReport:
     """Plan a conversion and run it, if its target is free and outside the source. Raises as `reshard_checkpoint`."""
     if not dry_run:
-        refuse_target(places.source, places.target)
-        # An interrupted run has begun the files of so many workers.
         team = current_team()
+        team.first("look at the target", lambda: refuse_target(places.source, places.target))
+        team.first("look at context/", lambda: places.add_context(dry_run=True))
+        # An interrupted run has begun the files of so many workers.
         begun = {} if options.restart else team.first("look for begun work", lambda: begun_work(places.target))
         workers = begun.get("--workers")
         options = replace(options, workers=workers) if type(workers) is int else options
@@ -621,9 +629,7 @@ def run_conversion(
         if dry_run:
             written: dict[str, Any] = {"keys": tuple(conversion.keys())}
         else:
-            written = _write(conversion, places.target, options, progress)
-            if current_team().rank == 0:
-                places.finish()
+            written = _write(conversion, places, options, progress)
     return replace(
         conversion.report,
         source=str(places.source),
@@ -636,19 +642,23 @@ def run_conversion(
     )
 
 
-def _write(conversion: Conversion, target: Path, options: ConversionOptions, progress: bool | None) -> dict[str, Any]:
-    """Write, compare and publish a target; what the report says of it."""
+def _write(conversion: Conversion, places: Places, options: ConversionOptions, progress: bool | None) -> dict[str, Any]:
+    """Write, compare and publish a target, or finish one; what the report says of it."""
     payloads, plan, source = conversion.payloads, conversion.plan, conversion.source
     named = [] if plan.index_file is None else [plan.index_file[0]]
     total, workers = plan.payload_bytes, options.workers
     fingerprint, team = _work_of(conversion, options), current_team()
     team.same("plan the conversion", fingerprint)
+    about = {"files": tuple(sorted(plan.sizes)), "file_bytes": sum(plan.sizes.values())}
+    if team.first("look at the target", lambda: finish_made(places.target, fingerprint, places.finish)):
+        return {**about, "resumed": True}
 
     def begin(made: Target) -> None:
+        places.add_context()
         made.note((*plan.sizes, *conversion.carried, *named))
         made.reserve(plan.sizes)
 
-    with team_target(target, fingerprint, begin, restart=options.restart) as made:
+    with team_target(places.target, fingerprint, begin, places.finish, restart=options.restart) as made:
         journal, started = made.journal, time.monotonic()
         resumed = bool(journal.written)
         base_bytes = _BASE_BYTES if team.size == 1 else _BASE_BYTES + _TORCH_BYTES
@@ -689,8 +699,7 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
                 name, index_of = plan.index_file
                 made.publish(name, index_of(journal.written))
     return {
-        "files": tuple(sorted(plan.sizes)),
-        "file_bytes": sum(plan.sizes.values()),
+        **about,
         "resumed": resumed,
         "verified": verified,
         "copy_s": copied - started,

@@ -47,6 +47,7 @@ from mcore_ckpt.reshard.plan import ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.reshard.rewriting import Rewritten, convert_optimizer, in_other_model
 from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import ViewPayloads
+from mcore_ckpt.storage.base import RangeReader, RangeWriter
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import (
     is_optimizer_key,
@@ -57,7 +58,7 @@ from mcore_ckpt.tools.keys import (
     read_plain_state,
 )
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
-from mcore_ckpt.tools.runs import copy_stream, places_of
+from mcore_ckpt.tools.runs import places_of
 
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
 
@@ -287,10 +288,23 @@ def _carry_sidecars(
     common = common_file_in_force(source, index)
     for name in sidecars:
         with source.open_reader(name, direct="off") as given:
-            copy_stream(given, target.new_file(name, given.size_bytes, direct="off"))
+            _copy_stream(given, target.new_file(name, given.size_bytes, direct="off"))
     if common is not None:
         content = read_common_file(source, common, index.manifest)
         check_file(source, common)
         target.put(COMMON_FILE, content if common_content is None else common_content)
     if source.exists(CONFIG_FILE):
         target.put(CONFIG_FILE, read_small_file(path, CONFIG_FILE))
+
+
+def _copy_stream(given: RangeReader, writer: RangeWriter) -> None:
+    """Copy a file of any size, durably."""
+    at = 0
+    try:
+        for content in given.pieces():
+            writer.write(at, memoryview(content))
+            at += len(content)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise

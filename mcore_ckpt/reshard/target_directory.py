@@ -5,8 +5,9 @@
     TARGET.partial.journal.N  the same of files that rank N of several processes has written
     TARGET                    a rename of the folder, which fails where there is something already
 
-A run locks the journal before it makes the folder, and removes the journal after the rename. So a folder whose journal
-is not locked belongs to a run that has ended. The next run resumes it, if it is the same work, or removes it.
+A run locks the journal before it makes the folder, and removes the journal after the rename, when the target's tracker
+file is there. So a folder whose journal is not locked belongs to a run that has ended. The next run resumes it, if it is
+the same work, or removes it. Where a journal is left next to its target, the next run of the same work finishes that.
 
 In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save. Each
 appears when it is complete, and last the file that names the others or without which they are not read: `.metadata`,
@@ -120,8 +121,15 @@ class Target:
 
 
 def refuse_target(source: Path, target: Path) -> None:
-    """Raise unless `target` is free, and not inside the source."""
-    _refuse_existing(target)
+    """Raise unless `target` is free, or its run was killed before it was finished; and it is not inside the source."""
+    with _begun(target) as journal:
+        if not _has_made(journal, target):
+            _refuse_existing(target)
+    refuse_inside(source, target)
+
+
+def refuse_inside(source: Path, target: Path) -> None:
+    """Raise `OptionError` if `target` lies inside the source."""
     if lies_in(target, source):
         raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
 
@@ -154,24 +162,32 @@ def _exists(target: Path) -> CheckpointExistsError:
     )
 
 
-def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> AbstractContextManager[Target]:
+def target_folder(
+    target: Path, fingerprint: str, finish: Callable[[], None] = lambda: None, *, restart: bool = False
+) -> AbstractContextManager[Target]:
     """Files to write, which become `target` at the end of the block; `fingerprint`: of the work, as JSON by names. In a
-    file system, what was done stays if the run is interrupted, or cannot write; else the folder is removed. Raises
-    `OptionError` for another run's work without `restart`, `CheckpointExistsError`, and `SaveError`.
+    file system, what was done stays if the run is interrupted, or cannot write; else the folder is removed. `finish` is
+    called when the target is there. Raises `OptionError` for another run's work without `restart`,
+    `CheckpointExistsError`, and `SaveError`.
     """
-    return (_in_place if storage_at(target).is_store else _renamed)(target, fingerprint, restart)
+    return (_in_place if storage_at(target).is_store else _renamed)(target, fingerprint, finish, restart)
 
 
 @contextmanager
 def team_target(
-    target: Path, fingerprint: str, begin: Callable[[Target], None], *, restart: bool = False
+    target: Path,
+    fingerprint: str,
+    begin: Callable[[Target], None],
+    finish: Callable[[], None],
+    *,
+    restart: bool = False,
 ) -> Iterator[Target]:
     """As `target_folder`, for each rank of a command: the first makes the folder, calls `begin`, and publishes; then
     the others write files there, and journals of their own.
     """
     team, name = current_team(), "begin the target"
     if team.rank == 0:
-        with target_folder(target, fingerprint, restart=restart) as made:
+        with target_folder(target, fingerprint, finish, restart=restart) as made:
             begin(made)
             journal = made.journal
             team.first(name, lambda: (made.folder, journal.save_id, journal.written, journal.crcs))
@@ -209,6 +225,30 @@ def begun_work(target: Path) -> dict[str, Any]:
         return _by_name(journal.fingerprint) if journal is not None and is_begun else {}
 
 
+def finish_made(target: Path, fingerprint: str, finish: Callable[[], None]) -> bool:
+    """Finish a target that has its name already, of a run of this work that was killed then; whether there is one."""
+    with _begun(target) as journal:
+        if journal is None or journal.fingerprint != fingerprint or not _has_made(journal, target):
+            return False
+        finish()
+        _remove_journals(journal)
+        return True
+
+
+def _has_made(journal: FileJournal | None, target: Path) -> bool:
+    storage = storage_at(target)
+    if journal is None or not storage.exists(METADATA_FILE):
+        return False
+    manifest = split_metadata(storage.read(METADATA_FILE), str(target))[1]
+    return manifest is not None and manifest.save_id == journal.save_id
+
+
+def _remove_journals(journal: FileJournal) -> None:
+    for path in _other_journals(journal.path.with_suffix("")):
+        path.unlink(missing_ok=True)
+    journal.remove()
+
+
 @contextmanager
 def _begun(target: Path) -> Iterator[FileJournal | None]:
     """The journal of the run that has begun a target and was interrupted. Raises `SaveError` if it is at work."""
@@ -235,9 +275,7 @@ def remove_begun(target: Path, source: Path) -> bool:
     with _begun(target) as journal:
         if journal is not None and _by_name(journal.fingerprint).get("source", "").startswith(origin):
             shutil.rmtree(target.parent / f"{target.name}{PARTIAL}", ignore_errors=True)
-            for path in _other_journals(journal.path.with_suffix("")):
-                path.unlink(missing_ok=True)
-            journal.remove()
+            _remove_journals(journal)
             return True
     return False
 
@@ -250,7 +288,7 @@ def _by_name(fingerprint: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
+def _renamed(target: Path, fingerprint: str, finish: Callable[[], None], restart: bool) -> Iterator[Target]:
     target = path_in_file_system(target)
     folder = target.parent / (target.name + PARTIAL)
 
@@ -266,6 +304,7 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
             yield Target(folder, storage_at(folder), journal, publish)
             storage_at(folder).sync()
             _appear(folder, own, target)
+            finish()
         except CheckpointError as error:
             begun = bool(journal.written or _other_journals(folder))
             kept = begun and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
@@ -280,13 +319,11 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
                 if _is(folder, own):
                     shutil.rmtree(folder, ignore_errors=True)
                 if not folder.exists():
-                    for path in _other_journals(folder):
-                        path.unlink(missing_ok=True)
-                    journal.remove()
+                    _remove_journals(journal)
 
 
 @contextmanager
-def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
+def _in_place(target: Path, fingerprint: str, finish: Callable[[], None], restart: bool) -> Iterator[Target]:
     """Nothing is resumed here: `restart` is of the other way."""
     storage = storage_at(target)
     storage.ensure()
@@ -300,6 +337,7 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
         except BaseException:
             making.give_up()
             raise
+        finish()
 
 
 def _clear(target: Path, commit: Commit) -> None:

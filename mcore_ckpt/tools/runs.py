@@ -25,7 +25,7 @@ import re
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -42,10 +42,14 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import PARTIAL, checkpoint_path
 from mcore_ckpt.core.team import current_team
+from mcore_ckpt.directory.commit import file_on_its_way
 from mcore_ckpt.directory.copying import (
     OF_THIS_PACKAGE,
     CheckpointFiles,
+    JudgedFiles,
+    Sent,
     copy_and_commit,
+    crc_of,
     files_of,
     metadata_of,
     refuse_others,
@@ -61,6 +65,7 @@ from mcore_ckpt.directory.iterations import (
     look_at,
     refuse_incomplete,
     structure_flaws,
+    sync_folders,
 )
 from mcore_ckpt.format.index import CheckpointIndex, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import (
@@ -78,7 +83,7 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.zip_records import layout_of_versions
 from mcore_ckpt.load.checks import check_data_files, global_shape
-from mcore_ckpt.storage.base import RangeReader, RangeWriter, Storage
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import lies_in, storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import (
@@ -192,19 +197,38 @@ class Places:
 
     source: Path
     target: Path
-    context: Path | None = None  # NeMo's description of the model in the source, which goes next to the target
+    nemo: Path | None = None  # the source's directory of NeMo, whose `context/` goes next to the target
     left_out: tuple[str, ...] = ()  # names in the run that is read, which are of none of its checkpoints
 
+    def add_context(self, *, dry_run: bool = False) -> None:
+        """Copy NeMo's `context/`, before there is a target; with `dry_run` only look. Raises `LoadError`, `SaveError`
+        and, where there is another one, `CheckpointExistsError`.
+        """
+        if self.nemo is None:
+            return
+        reads, writes = storage_at(self.nemo), storage_at(self.target.parent)
+        names = sorted(files_below(self.nemo, lambda name: name != NEMO_CONTEXT))
+        there = files_below(self.target.parent, lambda name: name != NEMO_CONTEXT) if writes.is_directory() else ()
+        for name in {*there} & {*names}:
+            if crc_of(reads, name) != crc_of(writes, name):
+                raise CheckpointExistsError(
+                    f"{writes.path(name)}: differs from {reads.path(name)}, and may be of another model. Nothing has "
+                    "been written. Choose another directory, or remove that one first"
+                )
+        if dry_run:
+            return
+        writes.ensure()
+        for name in writes.list():  # left by a copy that was killed
+            if file_on_its_way(name) in {Path(each).name for each in names}:
+                writes.delete(name)
+        sent = Sent(reads, writes, JudgedFiles(reads))
+        for name in names:
+            sent.copy(name)
+        sync_folders(self.target.parent, names)
+
     def finish(self) -> None:
-        """Add what lies next to the target, which is complete. Raises `LoadError` and `SaveError`."""
+        """Add the tracker file next to the target, which is complete. Raises `LoadError` and `SaveError`."""
         around = storage_at(self.target.parent)
-        if self.context is not None and NEMO_CONTEXT not in around.folders():
-            reads, writes = storage_at(self.context, follow_links=True), storage_at(self.target.parent / NEMO_CONTEXT)
-            names = sorted(files_below(self.context, follow_links=True))
-            writes.ensure()
-            for name in names:
-                with reads.open_reader(name, direct="off") as given:
-                    copy_stream(given, writes.open_writer(name, given.size_bytes, direct="off"))
         own = -1 if self.target.name == RELEASE else iteration_of(self.target.name)
         if own is None or not storage_at(self.target).exists(CONFIG_FILE):  # else nothing that a job loads
             return
@@ -227,8 +251,7 @@ def places_of(source: str | os.PathLike[str], target: str | os.PathLike[str], *,
         return Places(found, taken / found.name, left_out=_next_to_checkpoints(given))
     if not same_format:
         return Places(found, taken)
-    context = given / NEMO_CONTEXT if NEMO_CONTEXT in storage_at(given, follow_links=True).folders() else None
-    return Places(found, taken / NEMO_WEIGHTS, context)
+    return Places(found, taken / NEMO_WEIGHTS, nemo=given)
 
 
 def _next_to_checkpoints(run: Path) -> tuple[str, ...]:
@@ -262,19 +285,6 @@ def _refuse_other(there: CheckpointIndex, full: CheckpointIndex) -> None:
             differing = ", ".join(model.differing(others)[:1]) or f"iteration {other}"
             why = f"it is the model of iteration {own}, and {full.path} has another {differing}"
     raise CheckpointExistsError(f"{there.path}: {why}; copy into another directory, or remove it first")
-
-
-def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
-    """Copy a file of any size, durably."""
-    at = 0
-    try:
-        for content in given.pieces():
-            writer.write(at, memoryview(content))
-            at += len(content)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,15 +330,19 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     given, taken = places.source, places.target
     if lies_in(taken, given):
         raise OptionError(f"{taken}: is the checkpoint to be copied, {given}, or lies inside it; copy it elsewhere")
-    report = copy_into(given, taken)
-    if current_team().rank == 0:
+    team = current_team()
+    team.first(NEMO_CONTEXT, partial(places.add_context, dry_run=True))
+    report = copy_into(given, taken, prepare=lambda: team.first(NEMO_CONTEXT, places.add_context))
+    if team.rank == 0:
         places.finish()
     return replace(report, left_out=places.left_out)
 
 
-def copy_into(given: Path, taken: Path, *, dry_run: bool = False) -> CopyReport:
+def copy_into(
+    given: Path, taken: Path, *, dry_run: bool = False, prepare: Callable[[], None] = lambda: None
+) -> CopyReport:
     """Copy a checkpoint into a directory that has none, or this one, or its model alone; raises as `copy_checkpoint`.
-    With `dry_run` write nothing.
+    With `dry_run` write nothing. `prepare` comes when the source is found intact, before anything is written.
     """
     started_s, source, target = time.monotonic(), str(given), str(taken)
     reads, writes = storage_at(given), storage_at(taken)
@@ -343,6 +357,7 @@ def copy_into(given: Path, taken: Path, *, dry_run: bool = False) -> CopyReport:
         for name in (*found.data, *found.others):
             writes.path(name)  # refuses a name that there cannot be
         _refuse_damaged(given, found)
+        prepare()
 
     with reads.in_use(METADATA_FILE):
         held = metadata_of(writes)
