@@ -5,9 +5,9 @@
     TARGET.partial.journal.N  the same of files that rank N of several processes has written
     TARGET                    a rename of the folder, which fails where there is something already
 
-A run locks the journal before it makes the folder, and removes the journal after the rename, when the target's tracker
-file is there. So a folder whose journal is not locked belongs to a run that has ended. The next run resumes it, if it is
-the same work, or removes it. Where a journal is left next to its target, the next run of the same work finishes that.
+A run locks the journal before it makes the folder, and removes the journal after the rename and the tracker file. So a
+folder whose journal is not locked belongs to a run that has ended. The next run resumes it, if it is the same work, or
+removes it. Where the target of a journal is there, the next run of the same work adds the tracker file.
 
 In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save. Each
 appears when it is complete, and last the file that names the others or without which they are not read: `.metadata`,

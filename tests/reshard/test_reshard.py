@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import encode_config, read_index
@@ -29,6 +29,7 @@ from mcore_ckpt.reshard.options import PartitionRule, parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
+from mcore_ckpt.tools.runs import Places
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.command import document_of, output_of, refusal_of
 from tests.support.local_files import contents, flip
@@ -305,6 +306,31 @@ class TestInterruption:
             reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
         assert not reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, restart=True).resumed
         assert_same(read_all(tmp_path / "t"), big)
+
+    def test_a_target_without_its_tracker_file_gets_it(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
+        target, tracker = tmp_path / "run" / "iter_0000007", tmp_path / "run" / "latest_checkpointed_iteration.txt"
+        with interrupted_at(Places, "finish"):
+            reshard_checkpoint(tmp_path / "s", target, tp=1, pp=1)
+        made = contents(target)
+        assert not tracker.exists()
+        with pytest.raises(CheckpointExistsError):  # other work
+            reshard_checkpoint(tmp_path / "s", target, tp=2, pp=1)
+        assert reshard_checkpoint(tmp_path / "s", target, tp=1, pp=1).resumed
+        assert tracker.read_text() == "7"
+        assert contents(target) == made
+        assert sorted(os.listdir(tmp_path / "run")) == [target.name, tracker.name]
+        with pytest.raises(CheckpointExistsError):
+            reshard_checkpoint(tmp_path / "s", target, tp=1, pp=1)
+
+    def test_a_checkpoint_in_the_place_of_its_target_is_not_taken_for_it(
+        self, tmp_path: Path, big: dict[str, torch.Tensor]
+    ) -> None:
+        with interrupted_at(Places, "finish"):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+        shutil.rmtree(tmp_path / "t")
+        shutil.copytree(tmp_path / "s", tmp_path / "t")
+        with pytest.raises(CheckpointExistsError):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
 
     def test_what_differs_is_named_and_threads_do_not_count(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
         self.interrupt(tmp_path)

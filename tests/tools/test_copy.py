@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from mcore_ckpt import (
     OptionError,
     SaveError,
     copy_checkpoint,
+    reshard_checkpoint,
     verify_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
@@ -254,7 +256,7 @@ def test_a_file_that_another_program_writes_meanwhile_is_not_replaced(saved: Pat
         if name.startswith(".__0_1"):  # it is copied, and has its name next
             (target / name[1:].partition(".distcp")[0]).with_suffix(".distcp").write_bytes(b"of another")
 
-    writing = ahead_of(copying, "_crc_of", write_first)
+    writing = ahead_of(copying, "crc_of", write_first)
     with writing, pytest.raises(SaveError, match="another program has written it"):
         copy_checkpoint(saved, target)
     (theirs,) = target.glob("*.distcp")
@@ -352,3 +354,48 @@ def test_a_copy_that_is_not_what_was_read_is_deleted(saved: Path, tmp_path: Path
     ):
         copy_checkpoint(saved, tmp_path / "copy")
     assert not (tmp_path / "copy" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("make", [copy_checkpoint, partial(reshard_checkpoint, tp=1, pp=1)], ids=["copy", "reshard"])
+class TestNemo:
+    """What lies next to the weights is theirs, complete, and from inside the directory."""
+
+    @pytest.fixture
+    def nemo(self, tmp_path: Path) -> Path:
+        write_model(tmp_path / "nemo" / "weights")
+        (tmp_path / "nemo" / "context" / "tokenizer").mkdir(parents=True)
+        for name in ("model.yaml", "tokenizer/merges.txt", "tokenizer/vocab.json"):
+            (tmp_path / "nemo" / "context" / name).write_text(name)
+        return tmp_path / "nemo"
+
+    @pytest.mark.parametrize("link", ["context/x", "context/tokenizer/x", "context"])
+    def test_links_are_refused(self, link: str, make: Any, nemo: Path, tmp_path: Path) -> None:
+        if link == "context":
+            (nemo / link).rename(tmp_path / "context")
+        (nemo / link).symlink_to(tmp_path)
+        with pytest.raises(LoadError, match=rf"nemo/{link}: expected .* symbolic link; nothing has been written"):
+            make(nemo, tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    def test_the_context_of_another_model_is_named(self, make: Any, nemo: Path, tmp_path: Path) -> None:
+        shutil.copytree(nemo / "context", tmp_path / "t" / "context")
+        (tmp_path / "t" / "context" / "tokenizer" / "vocab.json").write_text("another's")
+        before = contents(tmp_path / "t")
+        with pytest.raises(CheckpointExistsError, match=r"t/context/tokenizer/vocab.json: differs from"):
+            make(nemo, tmp_path / "t")
+        assert contents(tmp_path / "t") == before
+        shutil.copy(nemo / "context" / "tokenizer" / "vocab.json", tmp_path / "t" / "context" / "tokenizer")
+        make(nemo, tmp_path / "t")
+        assert verify_checkpoint(tmp_path / "t").whole
+
+    def test_one_that_was_interrupted_is_resumed(self, make: Any, nemo: Path, tmp_path: Path) -> None:
+        def stop_at_the_second(self: LocalWriter) -> None:
+            if "merges.txt" in self.name:
+                raise KeyboardInterrupt
+
+        with ahead_of(LocalWriter, "finish", stop_at_the_second), pytest.raises(KeyboardInterrupt):
+            make(nemo, tmp_path / "t")
+        (tmp_path / "t" / f".merges.txt.{'0' * 16}.tmp").write_text("what a kill leaves")
+        make(nemo, tmp_path / "t")
+        assert contents(tmp_path / "t" / "context") == contents(nemo / "context")
+        assert sorted(os.listdir(tmp_path / "t")) == ["context", "weights"]
