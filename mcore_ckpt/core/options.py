@@ -90,12 +90,12 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a file, as given; `OptionError` for an empty one, a NUL, an object store, a URL."""
+    """The path of a file, as given; `OptionError` for an empty one, no `is_path_text`, an object store, a URL."""
     text, scheme = _named(path)
     if not text:
         raise OptionError("the path is empty; `.` names the working directory")
-    if "\0" in text:
-        raise OptionError(f"{text!r}: holds a NUL character, which no path may have")
+    if not is_path_text(text):
+        raise OptionError(f"{text!r}: holds a NUL character, or one that cannot be encoded, which no path may have")
     if scheme is None:
         return Path(text)
     if scheme == "file":
@@ -107,6 +107,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         f"{text}: this names an object store ({scheme}) that mcore_ckpt does not know; nothing was read or written. "
         f"Checkpoints are kept in directories, local or mounted, or at {known}"
     )
+
+
+def is_path_text(text: str) -> bool:
+    """Whether the operating system takes this text as a path. (Bytes that are no UTF-8 are text to `os.fsdecode`.)"""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def is_supported(path: str | os.PathLike[str]) -> bool:

@@ -482,8 +482,8 @@ def _begun_exports(task: dict[str, Any]) -> list[str]:
         return sorted({name for n in begun if iteration_of(name := n.removesuffix(PARTIAL)) is not None})
     except CheckpointNotFoundError:  # nothing has been exported yet
         return []
-    except CheckpointError as error:
-        _say(logging.WARNING, f"{task['run']}: cannot tell which exports are not finished: {error}")
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log)
+        _say(logging.WARNING, f"{task['run']}: cannot tell which exports are not finished: {_words(error)}")
         return []
 
 

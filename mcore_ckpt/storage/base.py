@@ -28,6 +28,7 @@ from mcore_ckpt.core.errors import (
     LoadError,
     SaveError,
 )
+from mcore_ckpt.core.options import is_path_text
 
 DirectIo = Literal["auto", "off", "keep"]
 
@@ -43,9 +44,10 @@ def align_up(position: int, alignment: int = ALIGNMENT_BYTES) -> int:
 
 def check_name(name: str) -> str:
     """Return `name` if it stays inside the directory that it is relative to; else raise `CorruptCheckpointError`."""
-    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+    if not is_path_text(name) or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise CorruptCheckpointError(
-            f"file name {name!r}: expected a relative path inside the checkpoint, without empty, '.' or '..' parts"
+            f"file name {name!r}: expected a relative path inside the checkpoint, without empty, '.' or '..' parts, "
+            "and of characters that file names have"
         )
     return name
 

@@ -98,7 +98,7 @@ def test_every_command_refuses_what_names_no_place(command: str, here: None) -> 
         assert said in refusal_of(*[target if word == "TARGET" else word for word in command.split()])
 
 
-@pytest.mark.parametrize("target", ["s3://", "s3://bucket/file", "a\0b"])
+@pytest.mark.parametrize("target", ["s3://", "s3://bucket/file", "a\0b", "a\ud800"])
 @pytest.mark.parametrize("command", ["inspect here --html TARGET", "reshard here there --tp 1 --pp 1 --rules TARGET"])
 def test_a_file_is_named_by_a_path(command: str, target: str, here: None) -> None:
     assert re.search(

@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -231,6 +232,14 @@ def test_an_export_that_was_interrupted_is_finished_behind_the_newest(model: Pat
     exported = [text.partition(": exported")[0][-12:] for text in said if ": exported to" in text]
     assert exported == ["iter_0000003", "iter_0000001"]
     assert {path.name for path in (tmp_path / "models").iterdir()} == {*exported}
+
+
+def test_no_error_of_a_client_ends_the_exports(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(upkeep, "_say", lambda level, text: said.append(text))
+    with mock.patch.object(upkeep, "storage_at", side_effect=RuntimeError("of a client")):
+        assert upkeep._begun_exports({"run": str(run), "export_to": str(tmp_path)}) == []
+    assert said == [f"{run}: cannot tell which exports are not finished: RuntimeError: of a client"]
 
 
 def test_a_model_that_cannot_be_exported_is_one_warning_at_its_save(run: Path, tmp_path: Path) -> None:
