@@ -491,7 +491,7 @@ def _export_model(page_fd: int, run: str, name: str, export_to: str, hf_config: 
     source, target = (checkpoint_path(folder) / name for folder in (run, export_to))
     started_s = time.monotonic()
     try:
-        storage_at(run).publish(EXPORTS_FILE, export_to.encode())  # for `list`
+        storage_at(run).publish(EXPORTS_FILE, os.fsencode(export_to))  # for `list`
         with storage_at(source).in_use(METADATA_FILE):
             said = _answer_of(_EXPORTER, page_fd, str(source), str(target), hf_config)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log)

@@ -177,10 +177,10 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
 def _exports_of(storage: Storage) -> Path | None:
     """Where the models of a run are exported to, if that can be reached."""
     try:
-        path = checkpoint_path(storage.read(EXPORTS_FILE).decode())
+        path = checkpoint_path(os.fsdecode(storage.read(EXPORTS_FILE)))
         storage_at(path).folders()
         return path
-    except (LoadError, OptionError, UnicodeDecodeError):
+    except (LoadError, OptionError):
         return None
 
 

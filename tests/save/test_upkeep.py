@@ -179,10 +179,11 @@ def _export_all(run: Path, *names: str, **options: Any) -> list[str]:
 def test_models_are_exported_beside_training_the_newest_first(
     model: Path, run: Path, object_directory: ObjectDirectory, tmp_path: Path
 ) -> None:
-    others = tmp_path / "models/iter_0000009.partial/model.safetensors"  # which another run has begun
+    models = tmp_path / "\udcff"  # a byte that is no UTF-8
+    others = models / "iter_0000009.partial/model.safetensors"  # which another run has begun
     others.parent.mkdir(parents=True)
     others.touch()
-    for place in (str(tmp_path / "models"), f"{object_directory.url}/models"):
+    for place in (str(models), f"{object_directory.url}/models"):
         said = _export_all(
             run, "iter_0000001", "iter_0000002", "iter_0000003", export_to=place, export_config=str(model)
         )
@@ -198,7 +199,7 @@ def test_models_are_exported_beside_training_the_newest_first(
         assert all(torch.equal(found[key], tensor) for key, tensor in model_tensors().items())
         storage.delete("model.safetensors.index.json")  # it comes last
         assert not any(each.exported for each in list_run(run).checkpoints if each.checkpoint.name == "iter_0000003")
-    assert [path for path in (tmp_path / "models").iterdir() if path.suffix == ".partial"] == [others.parent]
+    assert [path for path in models.iterdir() if path.suffix == ".partial"] == [others.parent]
     assert others.exists()
 
 
