@@ -331,8 +331,8 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     if lies_in(taken, given):
         raise OptionError(f"{taken}: is the checkpoint to be copied, {given}, or lies inside it; copy it elsewhere")
     team = current_team()
-    team.first(NEMO_CONTEXT, partial(places.add_context, dry_run=True))
-    report = copy_into(given, taken, prepare=lambda: team.first(NEMO_CONTEXT, places.add_context))
+    team.first("look at context/", partial(places.add_context, dry_run=True))
+    report = copy_into(given, taken, prepare=lambda: team.first("copy context/", places.add_context))
     if team.rank == 0:
         places.finish()
     return replace(report, left_out=places.left_out)
