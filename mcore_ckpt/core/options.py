@@ -389,11 +389,6 @@ def _variable(name: str) -> str:
     return _ENVIRONMENT_PREFIX + name.upper()
 
 
-def names_second_tier() -> bool:
-    """Whether the environment names a second tier of the run."""
-    return f"{_ENVIRONMENT_PREFIX}DRAIN_TO" in os.environ
-
-
 def unknown_variables() -> dict[str, str]:
     """`MCORE_CKPT_*` variables that set no option, but those of tests; each with the one most like it, or ""."""
     known = {option.name.upper() for cls in (SaveOptions, LoadOptions) for option in fields(cls)}

@@ -28,7 +28,7 @@ import torch
 
 from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, StrategyNotFoundError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host, names_second_tier
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, own_rank, without_modes
 from mcore_ckpt.directory.commit import remove_tensors
@@ -340,7 +340,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             with of_one_save(reader.index, reader.index_version):
                 yield reader
             check_common(path, identity_of(reader.index.manifest, tuple(reader.index_version or ())), reader.index)
-            if names_second_tier() and first_of_this_host(own_rank()):
+            if "MCORE_CKPT_DRAIN_TO" in os.environ and first_of_this_host(own_rank()):
                 saving = SaveOptions.from_environment()
                 if saving.drain_to is not None:
                     from mcore_ckpt.save.upkeep import run_loaded
