@@ -565,8 +565,10 @@ class Commit:
         if found is not None:
             is_old = name in self._unnamed if found.save is None else found.save != self.id
             return is_old and name not in needed
-        if is_note(name) or is_pending(name):
-            return name not in (self._note, self.pending)
+        if is_pending(name):  # which a repair needs, where `.metadata` cannot tell whose it is
+            return name != self.pending and name not in needed
+        if is_note(name):
+            return name != self._note
         return file_on_its_way(name) is not None
 
     def is_in_force(self) -> bool:

@@ -24,9 +24,11 @@ from mcore_ckpt import (
     TorchDistLoadStrategy,
     TorchDistSaveStrategy,
 )
-from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.commit import Commit, pending_name
 from mcore_ckpt.directory.iterations import flaw_of_files
 from mcore_ckpt.format import safe_pickle
+from mcore_ckpt.format.integrity import id_in_names
+from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.megatron.versions import differences
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage.resolve import LocalStorage
@@ -153,6 +155,27 @@ def test_a_common_state_that_stock_has_written_is_bound_to_the_save(directory: P
     # Megatron-Core reads it by itself here, and the strategy the tensors.
     with pytest.raises(CorruptCheckpointError, match="expected the common state of save"):
         dist_checkpointing.load(state(-1), str(directory / "1"), TorchDistLoadStrategy())
+
+
+@pytest.mark.skipif(IN_DATA_FILES, reason="there it is bound as all data is")
+@launched
+def test_a_repair_keeps_the_common_state_that_a_killed_save_has_left_waiting(directory: Path) -> None:
+    saved, copy = directory / "saved", directory / "copy"
+    saved.mkdir()
+    dist_checkpointing.save(state(1), str(saved))
+    shutil.copy(saved / "common.pt", directory / "before")
+    dist_checkpointing.save(state(2), str(saved))
+    shutil.copytree(saved, copy)
+    (copy / "common.pt").write_bytes(b"damaged")
+    index = read_index(saved)
+    assert index.manifest is not None
+    (saved / "common.pt").rename(saved / pending_name(id_in_names(index.manifest.save_id)))
+    (directory / "before").rename(saved / "common.pt")
+    assert_holds(saved, 2)
+    os.truncate(saved / ".metadata", 100)
+    mcore_ckpt.repair_checkpoint(mcore_ckpt.verify_checkpoint(saved), copy)
+    assert_holds(saved, 2)
+    assert common_files(saved) == ["common.pt"]
 
 
 @pytest.mark.timeout(120)
