@@ -22,7 +22,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.commit import NOTE, Commit, discard, identity_in_force
+from mcore_ckpt.directory.commit import NOTE, Commit, common_file_in_force, discard, identity_in_force
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import RunCheckpoint, flaw_of_files, is_gone
 from mcore_ckpt.directory.retention import (
@@ -36,7 +36,7 @@ from mcore_ckpt.directory.retention import (
 )
 from mcore_ckpt.format.index import CheckpointIndex, Removed, is_flat_bucket
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, Identity, tells_save, with_id
-from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, parse_index, read_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, INTEGRITY_FILE, METADATA_FILE, parse_index, read_index
 from mcore_ckpt.reshard.conversion import write_all
 from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist, refuse_other_fingerprints
 from mcore_ckpt.reshard.target_directory import Journal, Target, bind_common_file
@@ -176,7 +176,8 @@ def _save_over(
         with StoredPayloads(index) as payloads:
             write_all(plan, payloads, made, workers=_WORKERS, memory_bytes=_BUFFERS_BYTES, advance=lambda _: None)
             payloads.check_rest()
-        content = bind_common_file(plan.metadata(journal) or b"", path)
+        common = common_file_in_force(storage, index) or COMMON_FILE
+        content = bind_common_file(plan.metadata(journal) or b"", path, common)
         written = parse_index(content, index.path)
         refuse_other_fingerprints(plan, index, written)
         if written.removed is None:

@@ -566,10 +566,12 @@ _SUM_BYTES: Final = 9
 _BEGUN: Final = re.compile(rb"\0*\Z|[0-9a-f]{8} \[")
 
 
-def bind_common_file(content: bytes, directory: Path) -> bytes:
-    """The content of `.metadata`; its manifest, if any, names the `common.pt` in `directory`, too, if there is one."""
+def bind_common_file(content: bytes, directory: Path, name: str = COMMON_FILE) -> bytes:
+    """The content of `.metadata`; its manifest, if any, names the common state in `directory`, too, if there is one:
+    the file `name`, which has not got its own name yet where a save was killed then.
+    """
     pickled, manifest = split_metadata(content, str(directory))
-    found = None if manifest is None else sum_of_file(storage_at(directory), manifest.save_id)
+    found = None if manifest is None else sum_of_file(storage_at(directory), manifest.save_id, name)
     if manifest is None or found is None:
         return content
     return with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found}))

@@ -19,7 +19,7 @@ import mcore_ckpt
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, MissingKeyError
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
-from mcore_ckpt.directory.commit import CLAIM, YOUNG_S, Commit
+from mcore_ckpt.directory.commit import CLAIM, YOUNG_S, Commit, pending_name
 from mcore_ckpt.directory.in_force import DrainNote, index_files
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import NOT_COPIED, prune_run
@@ -97,6 +97,23 @@ def test_one_that_has_no_optimizer_counts_for_none_that_has(run: Path, tmp_path:
     (tmp_path / "weights").rename(run / name_of(300))
     remove_optimizers(run, keep_last=1, remove=True)
     assert model_only(run) == [100]
+
+
+def test_a_common_state_that_waits_for_its_name_goes_with_the_model(run: Path, tmp_path: Path) -> None:
+    old = run / name_of(100)
+    reshard_checkpoint(old, tmp_path / "new", tp=2, pp=1)
+    shutil.rmtree(old)
+    (tmp_path / "new").rename(old)
+    manifest = read_index(old).manifest
+    assert manifest is not None
+    (old / "common.pt").rename(old / pending_name(id_in_names(manifest.save_id)))
+    (old / "common.pt").write_bytes(b"of the save before")
+    assert verify_checkpoint(old).whole
+    for later in ITERATIONS[1:]:
+        os.utime(run / name_of(later) / METADATA_FILE)
+    remove_optimizers(run, keep_last=2, remove=True)
+    assert model_only(run) == [100]
+    assert verify_checkpoint(old).whole
 
 
 @pytest.mark.parametrize("refused", [True, False])
