@@ -461,8 +461,10 @@ class SourceFiles:
                     f"incomplete, `mcore-ckpt verify {index.path}` lists what is missing"
                 )
             found[file] = [version.size_bytes, version.modified_ns, version.number]
-        version = storage.version(METADATA_FILE)
-        return found if version is None else {**found, METADATA_FILE: list(version)}
+        for name in (METADATA_FILE, "config.json"):  # the latter says how a model's files are read
+            if (version := storage.version(name)) is not None:
+                found[name] = list(version)
+        return found
 
     def described(self) -> dict[str, str]:
         """Each source, by its name in messages: where it is, and a sum of the states of its files."""
@@ -611,7 +613,7 @@ def convert(
     """Plan a conversion and run it, if its target is free and outside the source. Raises as `reshard_checkpoint`."""
     if not dry_run:
         team = current_team()
-        team.first("look at the target", lambda: refuse_target(places.source, places.target))
+        team.first("look at the target", partial(refuse_target, places.source, places.target, restart=options.restart))
         team.first("look at context/", lambda: places.add_context(dry_run=True))
         # An interrupted run has begun the files of so many workers.
         begun = {} if options.restart else team.first("look for begun work", lambda: begun_work(places.target))
@@ -650,7 +652,8 @@ def _write(conversion: Conversion, places: Places, options: ConversionOptions, p
     fingerprint, team = _work_of(conversion, options), current_team()
     team.same("plan the conversion", fingerprint)
     about = {"files": tuple(sorted(plan.sizes)), "file_bytes": sum(plan.sizes.values())}
-    if team.first("look at the target", lambda: finish_made(places.target, fingerprint, places.finish)):
+    finished = partial(finish_made, places.target, fingerprint, places.finish)
+    if not options.restart and team.first("look at the target", finished):
         return {**about, "resumed": True}
 
     def begin(made: Target) -> None:

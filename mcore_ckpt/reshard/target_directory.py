@@ -37,11 +37,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    OptionError,
+    SaveError,
+)
 from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.commit import NOTE, Commit, Owner, is_note, notes, sum_of_file
-from mcore_ckpt.directory.iterations import files_below
+from mcore_ckpt.directory.iterations import files_below, flaw_of_files
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_small_file
 from mcore_ckpt.image.layout import WrittenFile
@@ -120,10 +126,12 @@ class Target:
             raise
 
 
-def refuse_target(source: Path, target: Path) -> None:
-    """Raise unless `target` is free, or its run was killed before it was finished; and it is not inside the source."""
+def refuse_target(source: Path, target: Path, *, restart: bool = False) -> None:
+    """Raise unless `target` is free, or its run, unless that is to `restart`, was killed before it was finished; and it
+    is not inside the source.
+    """
     with _begun(target) as journal:
-        if not _has_made(journal, target):
+        if restart or not _has_made(journal, target):
             _refuse_existing(target)
     refuse_inside(source, target)
 
@@ -230,6 +238,8 @@ def finish_made(target: Path, fingerprint: str, finish: Callable[[], None]) -> b
     with _begun(target) as journal:
         if journal is None or journal.fingerprint != fingerprint or not _has_made(journal, target):
             return False
+        if (flaw := flaw_of_files(target)) is not None:
+            raise CorruptCheckpointError(f"{target}: {flaw}. It was complete, and has changed since: remove it")
         finish()
         _remove_journals(journal)
         return True

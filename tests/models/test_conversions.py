@@ -329,7 +329,7 @@ def test_a_pattern_may_be_longer_than_the_name_of_a_file(checkpoint: Path, tmp_p
     assert read_index(tmp_path / "t").tensors.keys() == read_index(checkpoint).tensors.keys()
 
 
-def test_an_import_does_not_go_on_with_a_table_that_was_changed(tmp_path: Path) -> None:
+def test_an_import_does_not_go_on_with_a_table_or_config_that_was_changed(tmp_path: Path) -> None:
     write_llama(tmp_path / "s")
     own, table = tmp_path / "mine.toml", (Path(models.__file__).parent / "families" / "llama.toml").read_text()
     own.write_text(table)
@@ -338,6 +338,10 @@ def test_an_import_does_not_go_on_with_a_table_that_was_changed(tmp_path: Path) 
         convert()
     own.write_text(f"{table}\n# corrected\n")
     with pytest.raises(OptionError, match=r"another --arch.*--restart"):
+        convert()
+    own.write_text(table)
+    (tmp_path / "s" / "config.json").touch()
+    with pytest.raises(OptionError, match=r"another source .*--restart"):
         convert()
 
 

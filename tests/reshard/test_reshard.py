@@ -315,6 +315,13 @@ class TestInterruption:
         assert not tracker.exists()
         with pytest.raises(CheckpointExistsError):  # other work
             reshard_checkpoint(tmp_path / "s", target, tp=2, pp=1)
+        with pytest.raises(CheckpointExistsError):
+            reshard_checkpoint(tmp_path / "s", target, tp=1, pp=1, restart=True)
+        file = next(target.glob("*.distcp"))
+        file.rename(tmp_path / "aside")
+        with pytest.raises(CorruptCheckpointError, match=f"{file.name}.*has changed since"):
+            reshard_checkpoint(tmp_path / "s", target, tp=1, pp=1)
+        (tmp_path / "aside").rename(file)
         assert reshard_checkpoint(tmp_path / "s", target, tp=1, pp=1).resumed
         assert tracker.read_text() == "7"
         assert contents(target) == made
