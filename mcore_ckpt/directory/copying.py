@@ -403,7 +403,8 @@ def refuse_others(target: Path, names: Collection[str]) -> None:
     """Raise `CheckpointExistsError` if a directory without an index holds anything but files of these names: of another
     checkpoint, whose copy was interrupted, that would pass for part of this one.
     """
-    found = files_below(target, lambda name: _is_passing(name) or is_checkpoint_name(name) or is_drain_note(name))
+    passing = (_is_passing, is_pending, is_checkpoint_name, is_drain_note)
+    found = files_below(target, lambda name: any(is_kind(name) for is_kind in passing))
     others = list(itertools.islice((name for name in found if name not in names), _MOST_SHOWN + 1))
     if others:
         shown = ", ".join(others[:_MOST_SHOWN]) + (", ..." if len(others) > _MOST_SHOWN else "")

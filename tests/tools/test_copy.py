@@ -34,6 +34,7 @@ from tests.support.local_files import contents, data_file, flip
 from tests.support.meanwhile import ahead_of, behind, interrupted_at, once
 from tests.support.model_like import model_tensors, write_model
 from tests.support.object_server import ObjectDirectory, S3Directory
+from tests.support.processes import exit_code, fork
 from tests.support.stored_saves import loaded, save, state
 
 
@@ -200,6 +201,19 @@ def test_what_is_replaced_while_it_is_judged_is_not_called_damaged(at: str, save
     assert not (tmp_path / "copy").exists()
     copy_checkpoint(saved, tmp_path / "copy")
     assert loaded(tmp_path / "copy") == 2.0
+
+
+def test_a_copy_that_was_killed_at_its_commit_is_resumed_with_the_common_state(saved: Path, tmp_path: Path) -> None:
+    (saved / "common.pt").write_bytes(b"common state")
+    (saved / "metadata.json").write_bytes(encode_config())
+
+    def be_killed() -> None:
+        with ahead_of(commit.Commit, "publish", lambda *_, **__: os._exit(9)):
+            copy_checkpoint(saved, tmp_path / "copy")
+
+    assert exit_code(fork(be_killed)) == 9
+    copy_checkpoint(saved, tmp_path / "copy")
+    assert contents(saved) == contents(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
