@@ -209,10 +209,12 @@ class Places:
         reads, writes = storage_at(self.nemo), storage_at(self.target.parent)
         names = sorted(files_below(self.nemo, lambda name: name != NEMO_CONTEXT))
         there = files_below(self.target.parent, lambda name: name != NEMO_CONTEXT) if writes.is_directory() else ()
-        for name in {*there} & {*names}:
-            if crc_of(reads, name) != crc_of(writes, name):
+        is_made = storage_at(self.target).exists(METADATA_FILE)  # then a user may have added files
+        for name in there:
+            is_another = crc_of(reads, name) != crc_of(writes, name) if name in names else not is_made
+            if is_another:
                 raise CheckpointExistsError(
-                    f"{writes.path(name)}: differs from {reads.path(name)}, and may be of another model. Nothing has "
+                    f"{writes.path(name)}: differs from what {self.nemo} has, and may be of another model. Nothing has "
                     "been written. Choose another directory, or remove that one first"
                 )
         if dry_run:

@@ -399,6 +399,10 @@ class TestNemo:
             make(nemo, tmp_path / "t")
         assert contents(tmp_path / "t") == before
         shutil.copy(nemo / "context" / "tokenizer" / "vocab.json", tmp_path / "t" / "context" / "tokenizer")
+        (tmp_path / "t" / "context" / "adapter_config.json").touch()
+        with pytest.raises(CheckpointExistsError, match=r"t/context/adapter_config.json: differs from"):
+            make(nemo, tmp_path / "t")
+        (tmp_path / "t" / "context" / "adapter_config.json").unlink()
         make(nemo, tmp_path / "t")
         assert verify_checkpoint(tmp_path / "t").whole
 
