@@ -11,7 +11,6 @@ much as Python itself.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -27,7 +26,6 @@ from typing import Any, Final, NoReturn, TextIO
 from mcore_ckpt.core.console import human_bytes, is_terminal, printable
 from mcore_ckpt.core.errors import CheckpointError, OptionError, without_tracebacks
 from mcore_ckpt.core.options import tell_unknown_variables
-from mcore_ckpt.core.team import team_of_launcher
 
 Container = argparse._ActionsContainer  # noqa: SLF001  (a parser, or a group of its arguments)
 
@@ -324,6 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the command with the other processes of a launcher; the first one shows the outcome."""
+    from mcore_ckpt.core.team import team_of_launcher
 
     def outcome() -> Outcome:
         found: Outcome = _function("run", arguments.command)(arguments)
@@ -354,6 +353,8 @@ def _show(outcome: Outcome, *, as_json: bool) -> int:
     """Print, and give the exit code."""
     try:
         if as_json:
+            import json
+
             text = json.dumps(outcome.document, default=_jsonable)
             # JSON has no NaN and no infinities: they become text.
             print(json.dumps(json.loads(text, parse_constant=lambda name: str(float(name)))))
