@@ -216,7 +216,8 @@ def copy_and_commit(
 
     def begin() -> _Copy:
         writes.ensure()
-        commit, sent = Commit.begin(writes), Sent(reads, writes, found.judged)
+        commit = Commit.begin(writes, {"copied": identity_of(found.metadata)})
+        sent = Sent(reads, writes, found.judged)
         try:
             copy = _Copy(target, found, sent, commit, writes.list(), metadata_of(writes), own)
             if copy.is_published:
@@ -324,11 +325,12 @@ class _Copy:
     def replace_and_remove(self) -> None:
         """Replace files whose names a later save uses, too, and remove what is left of others."""
         found, writes = self.found, self.sent.writes
-        # A save that was there before may yet be published: nothing has been since it began.
+        # A save that was there before may yet be published: nothing has been since it began. Copies of this have come.
         others = []
         if self.is_published:
             others = [owner for owner in notes(writes, writes.list()) if owner.save != self.commit.id]
-        at_work = next((one for one in others if not seems_gone(writes, one, may_be_late=writes.is_store)), None)
+        of_others = (one for one in others if one.noted != self.commit.owner.noted)
+        at_work = next((one for one in of_others if not seems_gone(writes, one, may_be_late=writes.is_store)), None)
         if metadata_of(writes) != found.metadata:
             raise SaveError(
                 f"{self.target}: another checkpoint has replaced this one there as soon as it was published"

@@ -216,6 +216,15 @@ def test_a_copy_that_was_killed_at_its_commit_is_resumed_with_the_common_state(s
     assert contents(saved) == contents(tmp_path / "copy")
 
 
+def test_a_copy_that_was_killed_behind_its_commit_in_a_store_is_resumed(saved: Path, s3_directory: S3Directory) -> None:
+    (saved / "common.pt").write_bytes(b"common state")
+    (saved / "metadata.json").write_bytes(encode_config())
+    with interrupted_at(commit, "in_parallel"):
+        copy_checkpoint(saved, s3_directory.url)
+    copy_checkpoint(saved, s3_directory.url)
+    assert set(storage_at(s3_directory.url).list()) == {path.name for path in saved.iterdir() if path.is_file()}
+
+
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_a_repeated_copy_brings_back_the_common_state(is_gone: bool, saved: Path, tmp_path: Path) -> None:
     (saved / "common.pt").write_bytes(b"common state")
