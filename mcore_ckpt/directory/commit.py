@@ -391,12 +391,12 @@ class Commit:
         *,
         needed: Collection[str] = (),
         stale: Collection[str] = (),
-        spare: Callable[[], bool] = lambda: False,
+        spare: Callable[[], object] = lambda: False,
     ) -> None:
         """Make `metadata` the content of `.metadata`, then remove what is left of other saves. All files that it names
         must be there, and durable; `needed`: those of other saves. `stale`: files of the checkpoint that it replaces,
-        by names that others may use, too. `spare`: asked when it is published, whether all files of others stay, as a
-        load reads them. Raises `SaveError`: nothing is published, unless `is_undecided`.
+        by names that others may use, too. `spare`: called when it is published, before anything is removed; whether all
+        files of others stay, as a load reads them. Raises `SaveError`: nothing is published, unless `is_undecided`.
         """
         self.have_common_wait()
         way = self._publish_by_condition if self.storage.is_store else self._publish_by_claim

@@ -12,8 +12,9 @@ removes it. Where the target of a journal is there, the next run of the same wor
 In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save. Each
 appears when it is complete, and last the file that names the others or without which they are not read: `.metadata`,
 the index of several safetensors or torch files, `config.json`. A run says the names of its files in its note before it
-makes the first. The remains of a killed run are removed by the next one, which begins again: nothing is resumed there,
-and the journal is kept in memory only. Files that no run has noted are of others, and stay.
+makes the first. The remains of a killed run are removed by the next one, which begins again: nothing is resumed there
+but a target that lacks its tracker file, and the journal is kept in memory only. Files that no run has noted are of
+others, and stay.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.core.team import current_team
 from mcore_ckpt.directory.commit import NOTE, Commit, Owner, is_note, notes, sum_of_file
 from mcore_ckpt.directory.iterations import files_below, flaw_of_files
-from mcore_ckpt.format.integrity import SAVE_ID_BYTES, split_metadata, with_manifest
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES, id_in_names, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_small_file
 from mcore_ckpt.image.layout import WrittenFile
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, saving
@@ -56,7 +57,7 @@ from mcore_ckpt.storage.resolve import lies_in, path_in_file_system, storage_at
 
 # In the note in a store: files of the target that is being made there, and of what.
 _NOTED: Final = "target"
-_SOURCE: Final = "source"
+_WORK: Final = "work"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -64,6 +65,7 @@ class Journal:
     """The files of a target that are durable, by name."""
 
     def __init__(self) -> None:
+        self.fingerprint = ""
         self.save_id = secrets.token_bytes(SAVE_ID_BYTES)  # of the target
         self.written: dict[str, WrittenFile] = {}
         # CRC-32 of each chunk of the source that stores none, by the target's key and the chunk's position.
@@ -82,6 +84,20 @@ class Journal:
 
     def close(self) -> None:
         """Nothing more is recorded."""
+
+
+class _NotedJournal(Journal):
+    """What the note of a run in a store tells the next one."""
+
+    is_begun = True
+
+    def __init__(self, storage: Storage, owner: Owner) -> None:
+        super().__init__()
+        self.fingerprint, self.save_id = str((owner.noted or {}).get(_WORK)), bytes.fromhex(owner.save)
+        self._storage, self._name = storage, NOTE + owner.save
+
+    def remove(self) -> None:
+        self._storage.delete(self._name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +245,7 @@ def _other_journals(folder: Path) -> list[Path]:
 def begun_work(target: Path) -> dict[str, Any]:
     """The fingerprint, by its names, of the run that has begun a target and was interrupted. Raises `SaveError`."""
     with _begun(target) as journal:
-        is_begun = journal is not None and (journal.written or _other_journals(journal.path.with_suffix("")))
-        return _by_name(journal.fingerprint) if journal is not None and is_begun else {}
+        return _by_name(journal.fingerprint) if journal is not None and journal.is_begun else {}
 
 
 def finish_made(target: Path, fingerprint: str, finish: Callable[[], None]) -> bool:
@@ -241,35 +256,36 @@ def finish_made(target: Path, fingerprint: str, finish: Callable[[], None]) -> b
         if (flaw := flaw_of_files(target)) is not None:
             raise CorruptCheckpointError(f"{target}: {flaw}. It was complete, and has changed since: remove it")
         finish()
-        _remove_journals(journal)
+        journal.remove()
         return True
 
 
-def _has_made(journal: FileJournal | None, target: Path) -> bool:
+def _has_made(journal: Journal | None, target: Path) -> bool:
     storage = storage_at(target)
     if journal is None or not storage.exists(METADATA_FILE):
         return False
     manifest = split_metadata(storage.read(METADATA_FILE), str(target))[1]
-    return manifest is not None and manifest.save_id == journal.save_id
-
-
-def _remove_journals(journal: FileJournal) -> None:
-    for path in _other_journals(journal.path.with_suffix("")):
-        path.unlink(missing_ok=True)
-    journal.remove()
+    return manifest is not None and id_in_names(manifest.save_id) == id_in_names(journal.save_id)
 
 
 @contextmanager
-def _begun(target: Path) -> Iterator[FileJournal | None]:
+def _begun(target: Path) -> Iterator[_NotedJournal | FileJournal | None]:
     """The journal of the run that has begun a target and was interrupted. Raises `SaveError` if it is at work."""
-    path = target.parent / f"{target.name}{PARTIAL}.journal"
+    storage, path = storage_at(target), target.parent / f"{target.name}{PARTIAL}.journal"
+    if storage.is_store:
+        yield next((_NotedJournal(storage, owner) for owner in _left_by_others(storage)), None)
+        return
     with saving("looking for what was begun", str(path)):
-        is_there = not storage_at(target).is_store and path.exists()
+        is_there = path.exists()
     if not is_there:
         yield None
         return
     with contextlib.closing(FileJournal(path)) as journal:
-        yield journal
+        if path.with_suffix("").exists() or _has_made(journal, target):
+            yield journal
+        else:  # its target has appeared, and needs nothing, or is gone
+            journal.remove()
+            yield None
 
 
 def remove_begun(target: Path, source: Path) -> bool:
@@ -277,17 +293,21 @@ def remove_begun(target: Path, source: Path) -> bool:
     storage, origin = storage_at(target), f"{storage_at(source).location}, "
     if storage.is_store:
         left = _left_by_others(storage)
-        if not left or not all(str((owner.noted or {}).get(_SOURCE)).startswith(origin) for owner in left):
+        if not left or not all(_is_of(_NotedJournal(storage, owner), origin) for owner in left):
             return False
         with Commit.begin(storage, {_NOTED: []}) as commit:
             _clear(target, commit)
         return True
     with _begun(target) as journal:
-        if journal is not None and _by_name(journal.fingerprint).get("source", "").startswith(origin):
+        if journal is not None and _is_of(journal, origin):
             shutil.rmtree(target.parent / f"{target.name}{PARTIAL}", ignore_errors=True)
-            _remove_journals(journal)
+            journal.remove()
             return True
     return False
+
+
+def _is_of(journal: Journal, origin: str) -> bool:
+    return str(_by_name(journal.fingerprint).get("source")).startswith(origin)
 
 
 def _by_name(fingerprint: str) -> dict[str, Any]:
@@ -316,11 +336,11 @@ def _renamed(target: Path, fingerprint: str, finish: Callable[[], None], restart
             _appear(folder, own, target)
             finish()
         except CheckpointError as error:
-            begun = bool(journal.written or _other_journals(folder))
-            kept = begun and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
+            is_final = not isinstance(error, SaveError) or isinstance(error, CheckpointExistsError)
+            kept = journal.is_begun and not (is_final and _is(folder, own))  # else it has its name
             raise
         except BaseException as error:
-            kept = bool(journal.written or _other_journals(folder))
+            kept = journal.is_begun
             if kept and isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(f"{folder} keeps what is done; the same command resumes it") from error
             raise
@@ -329,7 +349,7 @@ def _renamed(target: Path, fingerprint: str, finish: Callable[[], None], restart
                 if _is(folder, own):
                     shutil.rmtree(folder, ignore_errors=True)
                 if not folder.exists():
-                    _remove_journals(journal)
+                    journal.remove()
 
 
 @contextmanager
@@ -339,26 +359,25 @@ def _in_place(target: Path, fingerprint: str, finish: Callable[[], None], restar
     storage.ensure()
     if not _left_by_others(storage):
         _refuse_others(target, storage)
-    with Commit.begin(storage, {_NOTED: [], _SOURCE: _by_name(fingerprint).get("source")}) as commit:
+    with Commit.begin(storage, {_NOTED: [], _WORK: fingerprint}) as commit:
         _clear(target, commit)
-        making = _Making(commit, target)
+        making, journal = _Making(commit, target, finish), Journal()
+        journal.save_id = commit.save_id
         try:
-            yield Target(target, storage, Journal(), making.publish, making.note)
+            yield Target(target, storage, journal, making.publish, making.note)
         except BaseException:
             making.give_up()
             raise
-        finish()
 
 
 def _clear(target: Path, commit: Commit) -> None:
     """Remove what runs that were killed have left; if that fails it stays known, for the next run."""
     storage = commit.storage
+    _refuse_existing(target)
     for owner in _left_by_others(storage):
         if owner.save != commit.id:
-            if commit.base is None:
-                _remove_files(storage, _noted(owner))
+            _remove_files(storage, _noted(owner))
             storage.delete(NOTE + owner.save)
-    _refuse_existing(target)
     _refuse_others(target, storage)
 
 
@@ -368,6 +387,7 @@ class _Making:
 
     commit: Commit
     target: Path
+    finish: Callable[[], None]
     noted: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)  # the file that comes after all others, once it is on its way
 
@@ -380,7 +400,7 @@ class _Making:
     def publish(self, name: str, content: bytes) -> None:
         self.last.append(name)
         if name == METADATA_FILE:
-            self.commit.publish(content, needed=self.noted)
+            self.commit.publish(content, needed=self.noted, spare=self.finish)
         elif self.commit.storage.replace_if(name, content, None) is None:
             raise _exists(self.target)
 
@@ -491,7 +511,6 @@ class FileJournal(Journal):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self.fingerprint = ""
         self.is_new = not path.exists()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -551,10 +570,14 @@ class FileJournal(Journal):
         super().record(files, crcs)
         self._append([list(map(_row, files)), crcs])
 
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.written or _other_journals(self.path.with_suffix("")))
+
     def remove(self) -> None:
-        """Remove the file; the lock stays until it is closed."""
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        """Remove the files of all ranks; the lock stays until it is closed."""
+        for path in (*_other_journals(self.path.with_suffix("")), self.path):
+            path.unlink(missing_ok=True)
 
     def _append(self, content: Any) -> None:
         left = _framed(json.dumps(content).encode() + b"\n")

@@ -14,9 +14,11 @@ from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.target_directory import remove_begun
+from mcore_ckpt.tools.runs import Places
 from mcore_ckpt.tools.verify import repair_checkpoint
 from tests.models import test_huggingface as hugging_face
 from tests.support.local_files import contents
+from tests.support.meanwhile import interrupted_at
 from tests.support.model_like import assert_same, model_tensors, read_all, reshard_killed, write_model
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request
 from tests.support.processes import until
@@ -117,6 +119,16 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, object_
     report = reshard_checkpoint(source, object_directory.url, tp=1, pp=1)
     assert verify_checkpoint(object_directory.url).whole
     assert {name for name in object_directory.names() if name.startswith("__")} == set(report.files)
+    assert not [name for name in object_directory.names() if "incomplete" in name]
+
+
+def test_a_target_without_its_tracker_file_gets_it(source: Path, object_directory: ObjectDirectory) -> None:
+    with interrupted_at(Places, "finish"):
+        reshard_checkpoint(source, f"{object_directory.url}/iter_0000007", tp=1, pp=1)
+    with pytest.raises(CheckpointExistsError):  # other work
+        reshard_checkpoint(source, f"{object_directory.url}/iter_0000007", tp=2, pp=1)
+    assert reshard_checkpoint(source, f"{object_directory.url}/iter_0000007", tp=1, pp=1).resumed
+    assert "latest_checkpointed_iteration.txt" in object_directory.names()
     assert not [name for name in object_directory.names() if "incomplete" in name]
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, LoadError, OptionError, SaveError
 from mcore_ckpt.image.layout import WrittenFile
 from mcore_ckpt.reshard.target_directory import FileJournal, begun_work, refuse_target, target_folder
 
@@ -90,6 +90,17 @@ def test_what_is_of_no_use_goes(tmp_path: Path, kind: str) -> None:
         folder.rmdir()
     found = make(tmp_path / "t", "other work" if kind == "nothing done" else WORK)
     assert found == []
+
+
+def test_a_journal_stays_until_its_target_is_finished_and_no_longer(tmp_path: Path) -> None:
+    folder = left_by(tmp_path / "t", WORK)
+    finish = mock.Mock(side_effect=LoadError("the tracker file cannot be read"))
+    with pytest.raises(LoadError), target_folder(tmp_path / "t", WORK, finish):
+        assert names(folder) == ["half"]
+    assert names(tmp_path) == ["t", "t.partial.journal"]
+    with pytest.raises(CheckpointExistsError):
+        refuse_target(tmp_path / "source", tmp_path / "t")
+    assert names(tmp_path) == ["t"]
 
 
 def test_what_no_command_has_left_is_left_alone(tmp_path: Path) -> None:
