@@ -24,7 +24,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -80,20 +79,19 @@ _LEAVES_WORD_S = 2.5
 _STORE_ANSWERS_S: Final = 12.0
 
 
-# Settings, by name, that all ranks of an exchange must have alike; each exchange carries them.
-_alike: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("_alike", default=())
-
-
 class RankGroup:
     """The ranks that save or load together: `rank` is this one's number, `size` how many, and `is_coordinator` says
     whether this is the one rank that plans and publishes for all. A group of one never communicates.
     """
 
-    __slots__ = ("_group", "_reach", "has_lost_contact", "is_coordinator", "rank", "size")
+    __slots__ = ("_alike", "_group", "_reach", "has_lost_contact", "is_coordinator", "rank", "size")
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Wrap a gloo group; None is a world of one, for which `torch.distributed` need not be initialized."""
+    def __init__(self, group: dist.ProcessGroup | None, **alike: str) -> None:
+        """Wrap a gloo group; None is a world of one, for which `torch.distributed` need not be initialized. `alike`:
+        settings, by name; each exchange carries them, and all ranks raise `OptionError` where they differ.
+        """
         self._group = group
+        self._alike = tuple(alike.items())
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.is_coordinator = self.rank == 0
@@ -130,7 +128,7 @@ class RankGroup:
         """
         value, error = _attempt(fn)
         with self._contact(what, wrap, error):
-            tag = (what if name is None else name, _alike.get())
+            tag = (what if name is None else name, self._alike)
             merged, failed = self._up(tag, value, error, merge)
             if self.is_coordinator and not failed:
                 concluded, error = _attempt(partial(conclude, merged))
@@ -158,7 +156,7 @@ class RankGroup:
         # For each long part: (first rank that holds it, its index in that rank's list).
         first = {part: (self.rank, n) for n, part in reversed(list(enumerate(told))) if isinstance(part, _Long)}
         with self._contact(what, wrap, error):
-            tag = (what, _alike.get())
+            tag = (what, self._alike)
             merged, failed = self._up(tag, None if error else ({self.rank: told}, first), error, _both_told)
             by_rank, first = merged if merged is not None else ({}, first)
             senders = self._down(tag, what, wrap, frozenset(first.values()), error, failed)
@@ -176,13 +174,13 @@ class RankGroup:
         """Call `fn` on the coordinator alone and give every rank its value, or its exception as `run` does."""
         value, error = _attempt(fn) if self.is_coordinator else (None, None)
         with self._contact(what, wrap, error):
-            return self._down((what, _alike.get()), what, wrap, value, error)
+            return self._down((what, self._alike), what, wrap, value, error)
 
     def scatter(self, what: str, fn: Callable[[], Sequence[T]], *, wrap: type[CheckpointError]) -> T:
         """Call `fn` on the coordinator alone; each rank gets the value of its number, or the exception as in `run`."""
         values, error = _attempt(fn) if self.is_coordinator else (None, None)
         with self._contact(what, wrap, error):
-            self._down((what, _alike.get()), what, wrap, None, error)
+            self._down((what, self._alike), what, wrap, None, error)
             return self._apart(list(values or ()))
 
     def maximum(self, what: str, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
@@ -375,16 +373,6 @@ class RankGroup:
         return dist.get_global_rank(self._group, rank)
 
 
-@contextmanager
-def carrying(settings: Mapping[str, str]) -> Iterator[None]:
-    """Within the block exchanges carry these settings; all ranks raise `OptionError` where they differ."""
-    token = _alike.set(tuple(settings.items()))
-    try:
-        yield
-    finally:
-        _alike.reset(token)
-
-
 def reached_every_rank(error: BaseException) -> bool:
     """Whether this exception was raised by `RankGroup.run` and its kin, so that every rank has it already."""
     return bool(getattr(error, _REACHED, False))
@@ -400,9 +388,9 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGroup:
+def coordination_group(process_group: dist.ProcessGroup | None = None, **alike: str) -> RankGroup:
     """The group over which the ranks of `process_group` (None: all) coordinate. Every rank of it must make the first
-    call.
+    call. `alike` as of `RankGroup`.
 
     A group that gloo serves on the host is used as it is. Of any other, a gloo group of the same ranks is made once.
     Such groups are forgotten when the default group has been destroyed, as a restart inside the process does. Raises
@@ -418,8 +406,8 @@ def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGr
             f"rank {dist.get_rank()} is not in the process group that was passed; only its members may save or load"
         )
     if "cpu:gloo" in str(dist.get_backend_config(wanted)).split(","):
-        return RankGroup(wanted)
-    return RankGroup(_gloo_group_like(wanted, world))
+        return RankGroup(wanted, **alike)
+    return RankGroup(_gloo_group_like(wanted, world), **alike)
 
 
 class _LostContactError(RuntimeError):

@@ -39,10 +39,10 @@ length and the CRC-32 of all its bytes, also where stock has written it: so the 
 save, from a damaged one, and from one that a killed save of stock had replaced. A file that a user has changed on
 purpose cannot be told from those; it is refused until it is accepted (`mcore-ckpt repair`).
 
-**Around the commit**, on the coordinator of a save: `open_target` begins it, or `reserve` ahead of that, where a common
-state is a file. `check_files` looks for what the ranks have written. `write_config` puts `metadata.json` next to a
-published checkpoint, never over that of another save. A save that fails removes its data files (`discard`) and gives
-the directory up.
+**Around the commit**, on the coordinator of a save: `open_target` begins it, or goes on with one that has begun where
+the common state is a file. `check_files` looks for what the ranks have written. `write_config` puts `metadata.json`
+next to a published checkpoint, never over that of another save. A save that fails removes its data files (`discard`)
+and gives the directory up.
 
 `tests/directory/commit_model.py` explores all interleavings, crashes and power cuts, and what each rule prevents.
 """
@@ -297,8 +297,6 @@ _NONE: Final = "none"  # the token of a directory without `.metadata`
 _ATTEMPTS: Final = 1000
 _RENAMES: Final = 5
 _RETRY_S: Final = 0.05
-# The `.metadata` that this process has published last, by location.
-_published: dict[str, FileVersion] = {}
 # DCP has written indexes of single ranks without collectives: no file that they may name is removed.
 _INDEX_OF_RANK: Final = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 
@@ -316,6 +314,7 @@ class Commit:
         self.common = common  # the new common state, if that is a file
         self._note = NOTE + owner.save
         self.pending: str | None = None  # under which the new common state waits for the commit, once it does
+        self.has_opened = False  # files of its data may be written
         self.is_undecided = False  # `publish` has failed, and it may come into force all the same
         self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
         self.is_over = False  # it was published, given up or lost, or leaves its note to the next save
@@ -379,6 +378,15 @@ class Commit:
             self.pending = pending_name(self.id)
             self.storage.create(self.pending, self.common)
 
+    def place_common(self) -> None:
+        """Put the common state next to what another strategy saves; that is all of this save."""
+        try:
+            self.have_common_wait()
+            if self.pending is not None:
+                self.storage.move(self.pending, COMMON_FILE)
+        finally:
+            self.give_up()
+
     def _look(self) -> None:
         versions = (partial(self.storage.version, name) for name in _SHARED)
         asks = self.storage.asks_at_once
@@ -424,9 +432,6 @@ class Commit:
         except (SaveError, LoadError, OSError) as error:
             # The new checkpoint is complete and in force; the next save into the directory does what is left to do.
             _logger.warning("%s: the checkpoint is published, but cleaning up has failed: %s", self.storage, error)
-        with contextlib.suppress(LoadError):
-            if (in_force := published or self.storage.version(METADATA_FILE)) is not None:
-                _published[self.storage.location] = in_force
 
     def give_up(self) -> None:
         """Remove what this save has next to its data files. Nothing after `publish`, and in a forked process."""
@@ -762,17 +767,15 @@ def common_file_in_force(storage: Storage, index: CheckpointIndex) -> str | None
 
 # --- around the commit ------------------------------------------------------------------------------------------------
 
-# Saves that have begun whose data are yet to come, by location.
-_reserved: dict[str, Commit] = {}
 
-
-def open_target(storage: Storage, options: SaveOptions) -> Commit:
-    """Begin a save into a directory, on the coordinator. Raises `CheckpointExistsError`, or `SaveError`."""
-    commit = _reserved.pop(storage.location, None)
-    if commit is None:
+def open_target(storage: Storage, options: SaveOptions, commit: Commit | None = None) -> Commit:
+    """Begin a save into a directory, on the coordinator, or go on with one that has begun with its common state.
+    Raises `CheckpointExistsError`, or `SaveError`.
+    """
+    if commit is None or commit.is_over:
         storage.ensure()
         commit = Commit.begin(storage)
-    commit.storage = storage  # with the deadlines of this save
+    commit.storage, commit.has_opened = storage, True  # with the deadlines of this save
     if commit.base is not None and options.on_existing == "error":
         commit.give_up()
         raise CheckpointExistsError(
@@ -783,19 +786,12 @@ def open_target(storage: Storage, options: SaveOptions) -> Commit:
     return commit
 
 
-def reserve(storage: Storage, common: bytes) -> Commit:
-    """Begin a save that is going to `open_target`, with its common state, which is to be a file."""
-    give_back(storage)
-    storage.ensure()
-    commit = _reserved[storage.location] = Commit.begin(storage, common=common)
-    return commit
-
-
-def give_back(storage: Storage) -> None:
-    """The save that has begun does not come; nothing of it stays."""
-    commit = _reserved.pop(storage.location, None)
-    if commit is not None:
-        commit.give_up()
+def begun_ahead(storage: Storage) -> Commit | None:
+    """The save of this process into a directory that has begun with its common state, and whose data are to come: by
+    another strategy of Megatron's, whose writer is told nothing of it.
+    """
+    saves = [one for one in tuple(at_work.values()) if one.storage.location == storage.location]
+    return next((one for one in saves if one.common is not None and not one.has_opened), None)
 
 
 def discard(storage: Storage, files: Iterable[str]) -> None:
@@ -858,22 +854,17 @@ def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = 
         )
 
 
-def write_config(storage: Storage, content: bytes) -> bool:
-    """Write `metadata.json` of the checkpoint published last here; False if another save has replaced it."""
-    commit = _reserved.pop(storage.location, None)
-    if commit is not None:  # another strategy has saved: the common state comes next to that
-        _published.pop(storage.location, None)
-        try:
-            commit.have_common_wait()
-            if commit.pending is not None:
-                storage.move(commit.pending, COMMON_FILE)
-        finally:
-            commit.give_up()
-    published = _published.get(storage.location)
+def write_config(storage: Storage, content: bytes, commit: Commit | None) -> bool:
+    """Write `metadata.json` of the checkpoint that `commit` has published; False if another save has replaced it. None:
+    it is not known who has published.
+    """
+    if commit is not None and not commit.is_over:  # another strategy has: the common state comes next to that
+        commit.place_common()
+        commit = None
     has_config, is_published = run_concurrently(
         storage.asks_at_once,
         partial(_has_config, storage, content),
-        lambda: published is None or storage.version(METADATA_FILE) == published,
+        lambda: commit is None or commit.is_in_force(),
     )
     if not has_config and is_published:
         storage.publish(CONFIG_FILE, content)

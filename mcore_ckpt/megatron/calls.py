@@ -30,11 +30,11 @@ import hashlib
 import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
@@ -42,7 +42,7 @@ from torch.distributed.checkpoint import CheckpointException
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, LoadError, PlanError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
-from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, own_rank, reached_every_rank
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, own_rank, reached_every_rank
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
@@ -53,6 +53,10 @@ from mcore_ckpt.save.planner import Validation
 from mcore_ckpt.state.plan_check import Accesses, check_requests
 from mcore_ckpt.state.shards import is_main_replica, leaves
 from mcore_ckpt.storage.resolve import storage_at
+
+if TYPE_CHECKING:
+    from mcore_ckpt.directory.commit import Commit
+    from mcore_ckpt.save.transaction import SaveTransaction
 
 # --- the call in progress ---------------------------------------------------------------------------------------------
 
@@ -74,7 +78,22 @@ class MegatronSave:
     mains_are_saved: bool = False  # a wrapper has chosen others to save its group's main replicas, each once
     distribution: Any = None  # the answer to Megatron's wrapper, by which rank each shard is saved; None: it finds out
     late_error: Exception | None = None  # of `metadata.json`, by the first rank; it is raised on all ranks afterwards
+    location: str = ""  # of the directory; none in a callback
+    alike: Mapping[str, str] = field(default_factory=dict)  # settings that all ranks must have alike, by name
+    transaction: SaveTransaction | None = None  # once this package's strategy has begun it
+    commit: Commit | None = None  # on the first rank, once the directory is locked
     has_come: bool = False  # to an exchange of all ranks, in which they are told what fails on one
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process, that a request is sent to, calls no callback."""
+        return MegatronSave, ()
+
+    def give_up(self) -> None:
+        """Leave nothing of it, after an error."""
+        if self.transaction is not None:
+            self.transaction.abort()
+        if self.commit is not None:
+            self.commit.give_up()
 
     @contextmanager
     def within(self, group: RankGroup) -> Iterator[None]:
@@ -200,15 +219,15 @@ def joined_load(
     )
     if not (differences().all_ranks_load or validates or gathers or goes_back or is_wrapped):
         return call
-    call.group = coordination_group(call.process_group)
+    # Ranks that go back or certify otherwise exchange other things, and one alone would wait for ever.
+    on_damaged = "go_back" if goes_back else "raise"
+    call.group = coordination_group(call.process_group, on_damaged=on_damaged, certify=options.certify)
     if validates or gathers:
         call.last = "check" if validates else "sync"
     if is_ours(strategy) and getattr(type(unwrapped(strategy)), "load", is_ours).__module__.startswith("mcore_ckpt."):
         call.last = "load"  # not where a subclass loads by itself
     call.is_distributed = is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1
-    # Ranks that go back or certify otherwise exchange other things, and one alone would wait for ever.
-    with carrying({"on_damaged": "go_back" if goes_back else "raise", "certify": options.certify}):
-        call.sync()
+    call.sync()
     call.has_made("options")
     return call
 
@@ -264,17 +283,32 @@ _logger = logger_of(f"{CHECKPOINTING}.validation")
 
 
 @contextmanager
-def one_save(strategy: Any, strategy_class: type) -> Iterator[MegatronSave]:
-    """A call of Megatron's `save`: what it asks to be validated is noted; early errors reach all ranks."""
+def one_save(strategy: Any, strategy_class: type, location: str) -> Iterator[MegatronSave]:
+    """A call of Megatron's `save`: what it asks to be validated is noted; early errors reach all ranks, and nothing of
+    it stays.
+    """
     # To 0.18 Megatron writes the common state ahead, on all ranks.
     is_first = differences().common_state_is_an_object and dist.is_initialized()
     meets_in, strategy = wrapper_group(strategy) if is_first else None, unwrapped(strategy)
     is_validated = strategy is None or type(strategy) is strategy_class
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
-    # Ranks exchange or compare other things by other values. The exchange that comes first says whether they are alike.
-    carried = carrying({"compare_replicas": options.compare_replicas}) if is_validated else nullcontext()
-    with in_progress(MegatronSave(is_validated, meets_in if is_validated else None)) as call, carried:
-        yield call
+    call = MegatronSave(is_validated, location=location)
+    if is_validated:
+        call.meets_in = meets_in
+        # Ranks exchange or compare other things by other values.
+        call.alike = {"compare_replicas": options.compare_replicas}
+    with in_progress(call):
+        try:
+            yield call
+        except BaseException:
+            call.give_up()
+            raise
+
+
+def save_group(process_group: Any = None) -> RankGroup:
+    """The ranks of a process group (None: all) in the save in progress."""
+    call = current_save()
+    return coordination_group(process_group, **({} if call is None else call.alike))
 
 
 def wrapper_group(wrapper: Any) -> Callable[[], RankGroup] | None:
@@ -282,7 +316,7 @@ def wrapper_group(wrapper: Any) -> Callable[[], RankGroup] | None:
     if not isinstance(getattr(getattr(wrapper, "base_strategy", None), "options", None), SaveOptions):
         return None
     group = wrapper.parallelization_group
-    return None if dist.get_world_size(group) == 1 else functools.partial(coordination_group, group)
+    return None if dist.get_world_size(group) == 1 else functools.partial(save_group, group)
 
 
 def noted_validation() -> Validation | None:

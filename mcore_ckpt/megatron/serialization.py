@@ -46,7 +46,7 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import coordination_group, own_rank, without_modes
-from mcore_ckpt.directory.commit import common_file_in_force, give_back, reserve, write_config
+from mcore_ckpt.directory.commit import Commit, common_file_in_force, write_config
 from mcore_ckpt.directory.in_force import iteration_of
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.integrity import Manifest, split_metadata
@@ -79,20 +79,17 @@ from mcore_ckpt.megatron.calls import (
     note_common,
     one_save,
     opened_reader,
+    save_group,
     unwrapped,
 )
 from mcore_ckpt.megatron.versions import megatron_module, patches
-from mcore_ckpt.save.transaction import give_up_forgotten_saves, saves_in_progress
+from mcore_ckpt.save.transaction import give_up_forgotten_saves
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
 
 
 _PENDING_SUFFIX = ".pending"
-
-
-# Calls of `save` that have not returned, by location: a signal handler or another thread may come between.
-_saving: dict[str, object] = {}
 
 
 def around_save(strategy_class: type, stock: Any) -> Any:
@@ -106,27 +103,21 @@ def around_save(strategy_class: type, stock: Any) -> Any:
             directory = checkpoint_path(checkpoint_dir).absolute()
             checkpoint_dir, storage = type(checkpoint_dir)(directory), storage_at(directory)
             give_up_forgotten_saves()
-            before = saves_in_progress(directory)
-            if _saving.setdefault(storage.location, call := object()) is not call:
+            earlier = current_save()
+            if earlier is not None and earlier.location == storage.location:  # a signal handler comes between
                 raise SaveError(
                     f"{storage}: an earlier call of `save` for this directory has not returned yet; nothing was changed"
                 )
-            try:
-                with one_save(args[0] if args else kwargs.get("sharded_strategy"), strategy_class) as megatron_save:
-                    request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-                    if request is None:  # else nothing is written yet
-                        _tell_late_error(megatron_save)
-                if request is not None:
+            strategy = args[0] if args else kwargs.get("sharded_strategy")
+            with one_save(strategy, strategy_class, storage.location) as call:
+                request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+                if request is None:  # else nothing is written yet
+                    _tell_late_error(call)
+                else:
+                    finalize = partial(_finalize, MegatronSave(commit=call.commit))
                     callbacks = request.finalize_fns
-                    callbacks[:] = [fn if hasattr(fn, "save_call") else partial(_finalize, fn) for fn in callbacks]
+                    callbacks[:] = [fn if hasattr(fn, "save_call") else partial(finalize, fn) for fn in callbacks]
                 return request
-            except BaseException:
-                for begun in saves_in_progress(directory) - before:
-                    begun.abort()
-                give_back(storage)
-                raise
-            finally:
-                del _saving[storage.location]
 
     return save
 
@@ -136,25 +127,29 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
     """Write the common state of the save that follows, and lock the directory for it; every rank calls this. Next to an
     older checkpoint it waits under a name of its own.
     """
+    call = current_save()
 
     def write(_: None) -> None:
         storage, content = storage_at(checkpoint_dir), io.BytesIO()
         torch.save(common_state_dict, content)
         warn_of_refused(COMMON_FILE, content.getvalue())
-        reserve(storage, content.getvalue())
+        storage.ensure()
+        commit = Commit.begin(storage, common=content.getvalue())
+        if call is None:
+            commit.place_common()
+        else:
+            call.commit = commit
 
-    if (call := current_save()) is not None:
+    if call is not None:
         call.has_come = True
-    coordination_group().run_merged(
-        "write the common state", lambda: None, lambda first, _: first, write, wrap=SaveError
-    )
+    save_group().run_merged("write the common state", lambda: None, lambda first, _: first, write, wrap=SaveError)
 
 
 def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write `metadata.json` of a published checkpoint, by a rename; not where another save has published since."""
     call, storage = current_save(), storage_at(checkpoint_dir)
     try:
-        written = write_config(storage, json.dumps(asdict(config)).encode())
+        written = write_config(storage, json.dumps(asdict(config)).encode(), None if call is None else call.commit)
     except Exception as error:
         if call is None:
             raise
@@ -164,9 +159,9 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
         _logger.warning("%s: another save has the directory by now; %s stays as it is", storage, CONFIG_FILE)
 
 
-def _finalize(callback: Callable[[], Any]) -> None:
+def _finalize(call: MegatronSave, callback: Callable[[], Any]) -> None:
     """A callback at the end of an asynchronous save, in which the first rank may write `metadata.json`."""
-    with in_progress(MegatronSave()) as call:
+    with in_progress(call):
         callback()
     _tell_late_error(call)
 

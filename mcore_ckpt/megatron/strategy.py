@@ -44,9 +44,11 @@ from mcore_ckpt.megatron.calls import (
     check_common,
     check_ranks,
     current_load,
+    current_save,
     identity_of,
     noted_validation,
     opened_reader,
+    save_group,
 )
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.megatron.versions import (
@@ -186,6 +188,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *, is_async: bool
     ) -> Iterator[SaveTransaction]:
         """A save that has begun; it is given up where the block raises."""
+        call = current_save()
         request = SaveRequest(
             directory=checkpoint_path(checkpoint_dir),
             options=self.options,
@@ -195,9 +198,12 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
             validation=noted_validation(),
             layout=parallel_layout,
             has_common_file=not differences().common_state_is_an_object,
+            commit=None if call is None else call.commit,
         )
-        transaction = begin_save(sharded_state_dict, request, coordination_group(), self._structure)
+        transaction = begin_save(sharded_state_dict, request, save_group(), self._structure)
         try:
+            if call is not None:
+                call.transaction, call.commit = transaction, transaction.directory.target
             if not transaction.skipped:
                 self.validated_cache_reuse = transaction.plan.reused
             yield transaction

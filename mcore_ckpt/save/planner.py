@@ -66,6 +66,7 @@ from mcore_ckpt.state.shards import (
 )
 
 if TYPE_CHECKING:
+    from mcore_ckpt.directory.commit import Commit
     from mcore_ckpt.save.replicas import ReplicaCheck
 
 
@@ -408,6 +409,7 @@ class SaveRequest:
     validation: Validation | None = None  # what is to be checked besides the plan
     layout: Callable[[], str] = str  # of the job, as text: where it is the same, ranks of the same number hold the same
     has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
+    commit: Commit | None = None  # on the coordinator, if it has begun with that file
 
 
 @dataclass(slots=True)

@@ -31,10 +31,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mcore_ckpt.core.console import counted, line_level, logger_of
 from mcore_ckpt.core.errors import PlanError, SaveError
-from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome, collector_paused, run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
-from mcore_ckpt.directory.commit import NOTE, Commit, check_files, discard, give_back, open_target, sum_of_file
+from mcore_ckpt.directory.commit import NOTE, check_files, discard, open_target, sum_of_file
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
@@ -69,7 +68,7 @@ def begin_save(
     began = time.monotonic()
     if _begun:
         give_up_forgotten_saves()
-    directory, compare = SaveDirectory(request.directory, request.options), request.options.compare_replicas
+    directory, compare = SaveDirectory(request), request.options.compare_replicas
     held = None
     if compare != "off":
         from mcore_ckpt.save.replicas import held_slices, replica_sums  # (few saves compare them)
@@ -157,14 +156,14 @@ _SHOWN: Final = 10
 class SaveDirectory:
     """The directory of one save, as one rank sees it: locked and opened, then published or abandoned."""
 
-    def __init__(self, path: Path, options: SaveOptions) -> None:
-        self.path = path.absolute()
+    def __init__(self, request: SaveRequest) -> None:
+        self.path = request.directory.absolute()
         self.storage: Storage  # once it is found
-        self.target: Commit | None = None  # on the coordinator, once it is open
+        self.target = request.commit  # on the coordinator, once it is open
         self.places: list[str] = []  # where each rank writes, if there is a second tier
         self.is_divided = False  # those are several: directories of this path on disks of the nodes
         self._common: ManifestFile | None = None  # what it was when it was opened
-        self._options = options
+        self._options = request.options
 
     def meet(self, group: RankGroup, save_id: bytes) -> None:
         """All ranks, with a second tier: find out who writes to one place; the first rank of each locks it."""
@@ -187,7 +186,7 @@ class SaveDirectory:
 
     def open(self) -> bytes:
         """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
-        self.target = target = open_target(self.storage, self._options)
+        self.target = target = open_target(self.storage, self._options, self.target)
         if not self.storage.is_store:  # in a file system stock may have written it already
             self._common = target.common_file or sum_of_file(self.storage, target.save_id)
         return target.save_id
@@ -217,8 +216,6 @@ class SaveDirectory:
         """Put the directory back as it was before; the files of the save have been removed."""
         if self.target is not None:
             self.target.give_up()
-        elif hasattr(self, "storage"):
-            give_back(self.storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +250,7 @@ class SaveTransaction:
         self.spans: list[Span] = []  # phases that have ended
         self._options = request.options
         self._group = group
-        self._directory = directory
+        self.directory = directory
         self._is_async = request.is_async
         self.pid = os.getpid()
         # When the object that commits it is gone (its request was lost before it came into a queue), it is given up.
@@ -280,7 +277,7 @@ class SaveTransaction:
         self.phase = "committing"
         _begun.discard(self)
         started = time.monotonic()
-        group, directory = self._group, self._directory
+        group, directory = self._group, self.directory
         try:
             mine = Outcome.of(self._finished)
             gathered = group.gather("write the data files", mine.value, wrap=SaveError)
@@ -325,7 +322,7 @@ class SaveTransaction:
         self, gathered: list[Written], described: _Described | None, committing_s: float, differing: int | None
     ) -> SaveFigures:
         """Coordinator. After an error the note goes before files do, unless it may yet be published."""
-        directory, seen = self._directory, self._files_of_place(gathered)
+        directory, seen = self.directory, self._files_of_place(gathered)
         assert directory.target is not None
         try:
             describe, check = partial(self._describe, gathered), partial(check_files, directory.target, seen)
@@ -342,7 +339,7 @@ class SaveTransaction:
 
     def _files_of_place(self, gathered: Sequence[Written]) -> dict[str, int]:
         """Names and lengths of the files of the ranks that write where this one does."""
-        places = self._directory.places or [""] * len(gathered)
+        places = self.directory.places or [""] * len(gathered)
         seen = [written for written, place in zip(gathered, places, strict=True) if place == places[self._group.rank]]
         return {file.name: file.size_bytes for written in seen for file in written.files}
 
@@ -356,10 +353,10 @@ class SaveTransaction:
         described, written = self._group.run_on_coordinator("describe the checkpoint", describe, wrap=SaveError)
 
         def publish_own() -> None:
-            if self._directory.target is not None and not self._group.is_coordinator:
+            if self.directory.target is not None and not self._group.is_coordinator:
                 seen = self._files_of_place(written)
-                check_files(self._directory.target, seen)
-                self._directory.publish(described, self.plan.save_id, [*seen], self._group.rank)
+                check_files(self.directory.target, seen)
+                self.directory.publish(described, self.plan.save_id, [*seen], self._group.rank)
 
         self._group.run("publish on all nodes", publish_own, wrap=SaveError)
         return described
@@ -381,7 +378,7 @@ class SaveTransaction:
             [written.files for written in gathered],
             save_id=save_id,
             storage_meta={"checkpoint_id": self.what, "save_id": shown_id(save_id)},
-            common=None if common else self._directory.common_file(),
+            common=None if common else self.directory.common_file(),
             names={name: with_id(name, save_id) for name, _ in planned.plan.files},
         )
         return _Described(content, common)
@@ -432,13 +429,13 @@ class SaveTransaction:
         if self.phase == "writing":
             self._remove_files()
         elif self.phase == "planning":
-            self._directory.abandon()
+            self.directory.abandon()
         if self.phase in ("planning", "writing"):
             self.phase = "over"
 
     def _remove_files(self) -> None:
         """Remove what this rank wrote of a save that has failed."""
-        storage, save_id, may_be_published = self._directory.storage, self.plan.save_id, self.phase == "publishing"
+        storage, save_id, may_be_published = self.directory.storage, self.plan.save_id, self.phase == "publishing"
         # As long as the note is there, it may come into force. In this order: what is decided in between is then.
         if may_be_published and storage.exists(NOTE + id_in_names(save_id)):
             _logger.warning("%s: not published, but it may be yet: its files stay", self.what)
@@ -446,7 +443,7 @@ class SaveTransaction:
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self.what)
         else:
             discard(storage, [file.name for file in self.files])
-            self._directory.abandon()
+            self.directory.abandon()
 
 
 class _Described(NamedTuple):
@@ -466,16 +463,11 @@ def _crcs_of(gathered: Sequence[Written]) -> list[int]:
 _begun: set[SaveTransaction] = set()
 
 
-def saves_in_progress(directory: Path | None = None) -> frozenset[SaveTransaction]:
-    """The saves of this process, into a directory or any, that have been begun and neither committed nor given up."""
-    own = [save for save in tuple(_begun) if save.pid == os.getpid()]  # not those of a trainer that forked this
-    return frozenset(save for save in own if directory is None or save.path == directory.absolute())
-
-
 def give_up_forgotten_saves() -> None:
     """A save whose request was lost before it came into a queue (an exception, a Ctrl-C) is in the way of the next."""
-    for save in saves_in_progress():
-        if save.committer is not None and save.committer() is None:
+    for save in tuple(_begun):
+        is_own = save.pid == os.getpid()  # not that of a trainer that forked this
+        if is_own and save.committer is not None and save.committer() is None:
             _logger.warning("%s: this save cannot be committed any more; it is given up", save.what)
             save.abort()
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, LoadError, MissingKeyError, OptionError, SaveError
-from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reached_every_rank
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, reached_every_rank
 from tests.support.gloo_ranks import on_ranks, rank_outcomes
 
 _BIG = 300_000
@@ -129,8 +129,7 @@ def test_a_rank_that_is_gone_is_reported_at_once() -> None:
 
 def _come_apart(rank: int, odd: int, way: str, said: str) -> None:
     """One rank comes to another exchange than the others, or to the same with another setting."""
-    group = coordination_group()
-    settings = {"compare_replicas": "warn" if rank == odd and way == "setting" else "off"}
+    group = coordination_group(compare_replicas="warn" if rank == odd and way == "setting" else "off")
     steps: dict[str, Any] = {
         "exchange": partial(group.maximum, "test", [1, 2]),
         "gathering": partial(group.gather_parts, "gather", lambda: [bytes(_BIG)]),
@@ -138,11 +137,11 @@ def _come_apart(rank: int, odd: int, way: str, said: str) -> None:
     }
     step = steps[way if rank == odd else "setting"]
     kind = OptionError if way == "setting" else SaveError
-    with pytest.raises(kind, match=said) as caught, carrying(settings):
+    with pytest.raises(kind, match=said) as caught:
         step(wrap=SaveError)
     assert reached_every_rank(caught.value)
     # The ranks must still be in step.
-    assert group.run("test", lambda: rank, wrap=CheckpointError) == list(range(group.size))
+    assert coordination_group().run("test", lambda: rank, wrap=CheckpointError) == list(range(group.size))
 
 
 @on_ranks(4, preload=())

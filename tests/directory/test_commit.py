@@ -24,7 +24,6 @@ from mcore_ckpt.directory.commit import (
     identity_in_force,
     open_target,
     remove_tensors,
-    reserve,
     seems_gone,
 )
 from mcore_ckpt.directory.in_force import DrainNote
@@ -51,8 +50,8 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save_on(storage: Any, common: bytes) -> str:
     """A complete save; gives up as a job does, if it fails. Returns the name of its data file."""
-    reserve(storage, common)
-    target = open_target(storage, OPTIONS)
+    storage.ensure()
+    target = open_target(storage, OPTIONS, Commit.begin(storage, common=common))
     name = file_of(target)
     try:
         writer = storage.open_writer(name, 4)

@@ -18,6 +18,7 @@ from mcore_ckpt.directory.in_force import saves_of
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
 from mcore_ckpt.megatron import serialization
+from mcore_ckpt.megatron.calls import MegatronSave, in_progress
 from mcore_ckpt.megatron.serialization import load_common, save_common
 from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
@@ -36,9 +37,10 @@ def common(iteration: int) -> dict[str, Any]:
 
 def save(directory: Path, iteration: int) -> Path:
     directory.mkdir(exist_ok=True)
-    save_common(common(iteration), directory)
     state = {"a": torch.full((20, 3), float(iteration)), "b": torch.ones(5)}
-    dcp.save(state, storage_writer=FileSystemWriterAsync(directory), no_dist=True)
+    with in_progress(MegatronSave()):  # as a strategy of Megatron's does
+        save_common(common(iteration), directory)
+        dcp.save(state, storage_writer=FileSystemWriterAsync(directory), no_dist=True)
     (directory / CONFIG_FILE).write_bytes(encode_config())
     return directory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory.commit import Commit, check_files, common_file_in_force, open_target, reserve, write_config
+from mcore_ckpt.directory.commit import Commit, check_files, common_file_in_force, open_target, write_config
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, read_index
@@ -47,16 +47,16 @@ def save_as_stock(path: Path, name: str = "__0_0.distcp") -> str:
 def save(path: Path, common: bytes | None = b"common") -> str:
     """A whole save of one rank; returns the name of its data file."""
     path.mkdir(exist_ok=True)
-    if common is not None:
-        reserve(LocalStorage(path), common)
-    commit, name = begin(path)
+    commit, name = begin(path, common)
     commit.publish(metadata(name))
     return name
 
 
-def begin(path: Path) -> tuple[Commit, str]:
+def begin(path: Path, common: bytes | None = None) -> tuple[Commit, str]:
     """A save that has written its data file and not published."""
-    commit = open_target(LocalStorage(path), OPTIONS)
+    storage = LocalStorage(path)
+    begun = None if common is None else Commit.begin(storage, common=common)
+    commit = open_target(storage, OPTIONS, begun)
     name = file_of(commit)
     (path / name).write_bytes(b"data")
     return commit, name
@@ -67,8 +67,7 @@ def begin_and_be_killed(path: Path) -> str:
     kept: list[Commit] = []  # (a claim that is forgotten is let go)
 
     def killed() -> str:
-        reserve(LocalStorage(path), b"killed save's")
-        commit, name = begin(path)
+        commit, name = begin(path, b"killed save's")
         kept.append(commit)
         return name
 
@@ -80,11 +79,10 @@ def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> No
     save(tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     storage = LocalStorage(tmp_path)
-    if reserved:
-        reserve(storage, b"of the save that is refused")
+    begun = Commit.begin(storage, common=b"of the save that is refused") if reserved else None
     # The directory is named as its user knows it, not as a class of ours.
     with pytest.raises(CheckpointExistsError, match=rf"^{re.escape(str(tmp_path))}: .* and on_existing"):
-        open_target(storage, SaveOptions(on_existing="error"))
+        open_target(storage, SaveOptions(on_existing="error"), begun)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
@@ -142,12 +140,12 @@ def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path
     """Megatron may save the sharded part by a strategy that is not ours."""
     first = save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
-    reserve(storage, b"two")
+    commit = Commit.begin(storage, common=b"two")
     stock = data_file_name(0, 0)
     (tmp_path / stock).write_bytes(b"data")
     (tmp_path / METADATA_FILE).write_bytes(metadata(stock))
-    assert write_config(storage, b"{}")
-    assert write_config(storage, b"{}")
+    assert write_config(storage, b"{}", commit)
+    assert write_config(storage, b"{}", None)
     assert names(tmp_path) == {first, stock, METADATA_FILE, COMMON_FILE, CONFIG_FILE}
     assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
     last = save(tmp_path)
@@ -181,7 +179,7 @@ def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_
     """A file of stock's name tells no save; the seal of `.metadata` does."""
     save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
-    lost = reserve(storage, b"of a save that did not publish")
+    lost = Commit.begin(storage, common=b"of a save that did not publish")
     name = data_file_name(0, 0)
     (tmp_path / name).write_bytes(b"data")
     storage.publish(METADATA_FILE, sealed(name, b"x" * 16))

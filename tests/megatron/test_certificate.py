@@ -29,6 +29,7 @@ from mcore_ckpt import (
     certify,
 )
 from mcore_ckpt.megatron import certificate as certificate_module
+from mcore_ckpt.megatron.calls import MegatronSave, in_progress
 from mcore_ckpt.megatron.serialization import save_common
 from tests.support.gloo_ranks import MEGATRON, StandingRanks, on_ranks, run_megatron_ranks, standing_ranks
 from tests.support.kept_log import kept_log
@@ -60,8 +61,9 @@ def saved(tmp_path: Path) -> Path:
     path = tmp_path / "checkpoint"
     path.mkdir()
     common = {key: value for key, value in state(2).items() if not hasattr(value, "key")}
-    save_common(common, path)
-    TorchDistSaveStrategy(options=SaveOptions()).save(state(2), path)
+    with in_progress(MegatronSave()):
+        save_common(common, path)
+        TorchDistSaveStrategy(options=SaveOptions()).save(state(2), path)
     return path
 
 

@@ -107,7 +107,7 @@ def test_what_is_replaced_under_a_load_is_not_damaged(rank: int, tmp_path: Path)
 
 @on_ranks(1)
 def test_a_save_within_another_into_its_directory_is_refused(rank: int, tmp_path: Path) -> None:
-    """A signal handler, or another thread, saves into the directory of a save that has not returned."""
+    """A signal handler saves into the directory of a save that has not returned."""
     dist_checkpointing = installed()
 
     class Inner:

@@ -37,6 +37,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import commit
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.megatron import serialization
+from mcore_ckpt.megatron.calls import MegatronSave, in_progress
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 from mcore_ckpt.save import staging, transaction, writer_process
 from mcore_ckpt.storage.resolve import LocalStorage
@@ -162,14 +163,17 @@ class Config:
 
 def test_a_job_that_was_stopped_does_not_write_its_config_over_that_of_the_one_after_it(tmp_path: Path) -> None:
     """It has published, and is held up before it writes `metadata.json`."""
-    strategy().save(state(1), tmp_path)
+
+    def saves(value: int, said: str, ahead_of_the_config: Callable[[], None]) -> None:
+        with in_progress(MegatronSave()):
+            strategy().save(state(value), tmp_path)
+            ahead_of_the_config()
+            serialization.save_config(Config(said), tmp_path)
 
     def another() -> None:
-        strategy().save(state(2), tmp_path)
-        serialization.save_config(Config("of the other"), tmp_path)
+        assert exit_code(fork(partial(saves, 2, "of the other", lambda: None))) == 0
 
-    assert exit_code(fork(another)) == 0
-    serialization.save_config(Config("of the one that was held up"), tmp_path)
+    saves(1, "of the one that was held up", another)
     assert loaded(tmp_path) == 2
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the other"}
 

@@ -16,7 +16,7 @@ from mcore_ckpt import LoadError, SaveError, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.directory import commit
-from mcore_ckpt.directory.commit import Commit, reserve
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.storage._objects import ObjectClient
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
@@ -223,7 +223,7 @@ def test_nothing_waits_longer_than_the_deadline(
 ) -> None:
     """Without one a request alone may take five minutes, which is longer than a test may."""
     save(s3_directory.url, 1.0)
-    reserve(storage_at(s3_directory.url), b"with no deadline of its own")
+    ahead = Commit.begin(storage_at(s3_directory.url), common=b"with no deadline of its own")
     stalled: list[Request] = []
 
     def rule(request: Request) -> Fault | None:
@@ -237,6 +237,7 @@ def test_nothing_waits_longer_than_the_deadline(
     with pytest.raises(FAILED):
         save(s3_directory.url, 2.0, rows=1000, write_deadline_s=5.0)
     assert stalled
+    assert ahead.is_over
     proxied_s3.rule = lambda request: None
     assert loaded(s3_directory.url) == 1.0
     monkeypatch.setenv(s3_directory.variable, s3_directory.server)
@@ -478,10 +479,11 @@ def test_a_common_state_that_is_late_is_not_put_over_that_of_a_later_save(
             s3_directory.put("common.pt", b"of the other")
 
     for value in (1.0, 2.0):
-        reserve(storage, b"%d" % value)
+        ahead = Commit.begin(storage, common=b"%d" % value)
         if value == 2.0:
             proxied_s3.rule = another_save
         save(s3_directory.url, value, rows=2)
+        assert ahead.is_over
     proxied_s3.rule = lambda request: None
     assert s3_directory.get("common.pt") == b"of the other"
 
