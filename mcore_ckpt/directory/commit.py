@@ -39,7 +39,7 @@ length and the CRC-32 of all its bytes, also where stock has written it: so the 
 save, from a damaged one, and from one that a killed save of stock had replaced. A file that a user has changed on
 purpose cannot be told from those; it is refused until it is accepted (`mcore-ckpt repair`).
 
-**Around the commit**, on the coordinator of a save: `open_target` begins it, or goes on with one that has begun where
+**Around the commit**, on the coordinator of a save: `open_target` begins it, or continues one that has begun where
 the common state is a file. `check_files` looks for what the ranks have written. `write_config` puts `metadata.json`
 next to a published checkpoint, never over that of another save. A save that fails removes its data files (`discard`)
 and gives the directory up.
@@ -769,7 +769,7 @@ def common_file_in_force(storage: Storage, index: CheckpointIndex) -> str | None
 
 
 def open_target(storage: Storage, options: SaveOptions, commit: Commit | None = None) -> Commit:
-    """Begin a save into a directory, on the coordinator, or go on with one that has begun with its common state.
+    """Begin a save into a directory, on the coordinator, or continue one that has begun with its common state.
     Raises `CheckpointExistsError`, or `SaveError`.
     """
     if commit is None or commit.is_over:
