@@ -47,7 +47,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.core.team import current_team
-from mcore_ckpt.directory.commit import NOTE, Commit, Owner, is_note, notes, sum_of_file
+from mcore_ckpt.directory.commit import NOTE, Commit, Owner, file_on_its_way, is_note, notes, sum_of_file
 from mcore_ckpt.directory.iterations import files_below, flaw_of_files
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, id_in_names, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_small_file
@@ -469,6 +469,8 @@ def _open(target: Path, folder: Path, fingerprint: str, *, restart: bool) -> Fil
                 journal.begin(fingerprint)
                 storage_at(folder.parent).sync()
             folder.mkdir(exist_ok=True)
+            for name in filter(file_on_its_way, storage_at(folder).list()):
+                (folder / name).unlink()
         except BaseException:  # the lock must not outlive the attempt: the next one would take it for a run
             if journal.is_new:
                 journal.remove()

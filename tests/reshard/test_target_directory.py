@@ -72,6 +72,7 @@ def test_a_link_is_refused_before_anything_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", [b"deadbeef {", b'deadbeef {"other": [[], null]}\n'], ids=["torn", "damaged"])
 def test_the_same_work_is_resumed(tmp_path: Path, end: bytes) -> None:
     folder = left_by(tmp_path / "t", WORK)
+    (folder / f"..metadata.{'0' * 16}.tmp").touch()
     journal = tmp_path / "t.partial.journal"
     journal.write_bytes(journal.read_bytes() + end)
     with target_folder(tmp_path / "t", WORK) as made:
