@@ -123,7 +123,7 @@ _RESHARD = {"tp": 1, "pp": 1, "drop_optimizer": True}
 
 @pytest.mark.parametrize(("command", "keywords"), [("copy", {}), ("reshard", _RESHARD)])
 def test_function_and_command_make_the_same_of_a_run_and_a_job_loads_it(
-    run_of_seven: Path, tmp_path: Path, command: str, keywords: dict[str, Any]
+    run_of_seven: Path, tmp_path: Path, command: str, keywords: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     function = getattr(mcore_ckpt, f"{command}_checkpoint")
     report = function(run_of_seven, tmp_path / "python", **keywords)
@@ -142,6 +142,9 @@ def test_function_and_command_make_the_same_of_a_run_and_a_job_loads_it(
     assert (tmp_path / "python" / "latest_checkpointed_iteration.txt").read_text() == "9"
     function(run_of_seven / "iter_0000007", tmp_path / "python" / "iter_0000008", **keywords)
     assert (tmp_path / "python" / "latest_checkpointed_iteration.txt").read_text() == "9"
+    (tmp_path / "python" / "latest_checkpointed_iteration.txt").write_text("ten")
+    function(run_of_seven / "iter_0000007", tmp_path / "python" / "iter_0000010", **keywords)
+    assert "latest_checkpointed_iteration.txt: stays as it is, and names no checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize(

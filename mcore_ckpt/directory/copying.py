@@ -192,15 +192,16 @@ def copy_and_commit(
     *,
     accepts: Callable[[CheckpointFiles, bytes | None], None],
     check: Callable[[CheckpointFiles], None],
+    prepare: Callable[[], None] = lambda: None,
     own: Collection[str] | None = None,
     waits: bool = False,
 ) -> Sent | None:
     """Copy a checkpoint, and make it the one that the target holds; returns what was done. Raises `LoadError`: it
     cannot be read, is damaged, or was replaced meanwhile; `SaveError`: the copy cannot be written, does not hold what
     was written, or a save holds the target. `accepts` gets the `.metadata` there, unless it is this one, and raises if
-    that must not be replaced; `check` raises if a file is damaged. `own`: data files that are copied from here; other
-    nodes copy the others. `waits`: return None, and publish nothing, if a data file of another node has not come yet;
-    the same call resumes.
+    that must not be replaced; `check` raises if a file is damaged. `prepare` comes on the first rank, when the target
+    is held, and nothing is written. `own`: data files that are copied from here; other nodes copy the others. `waits`:
+    return None, and publish nothing, if a data file of another node has not come yet; the same call resumes.
     """
     reads, writes = storage_at(directory), storage_at(target)
     found, held = files_of(directory), metadata_of(writes)
@@ -224,6 +225,7 @@ def copy_and_commit(
                 copy.refuse_other_data()
             else:
                 accepts(found, copy.held)
+            prepare()
         except BaseException as error:
             commit.give_up()
             if isinstance(error, LoadError):

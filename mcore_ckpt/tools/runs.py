@@ -32,6 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -94,6 +95,8 @@ from mcore_ckpt.tools.keys import (
     read_object,
     read_plain_state,
 )
+
+_logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +240,12 @@ class Places:
         try:
             named = tracked_name(self.target.parent)
         except CorruptCheckpointError:
-            return
+            named = "no checkpoint"
         earlier = own if named is None else iteration_of(named)
         if named is None or (earlier is not None and earlier < own):
             around.publish(TRACKER_FILE, (RELEASE if own < 0 else str(own)).encode())
+        elif earlier is None and named != self.target.name:
+            _logger.warning("%s: stays as it is, and names %s", around.path(TRACKER_FILE), named)
 
 
 def places_of(source: str | os.PathLike[str], target: str | os.PathLike[str], *, same_format: bool) -> Places:
@@ -334,7 +339,7 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
         raise OptionError(f"{taken}: is the checkpoint to be copied, {given}, or lies inside it; copy it elsewhere")
     team = current_team()
     team.first("look at context/", partial(places.add_context, dry_run=True))
-    report = copy_into(given, taken, prepare=lambda: team.first("copy context/", places.add_context))
+    report = copy_into(given, taken, prepare=places.add_context)
     if team.rank == 0:
         places.finish()
     return replace(report, left_out=places.left_out)
@@ -344,7 +349,7 @@ def copy_into(
     given: Path, taken: Path, *, dry_run: bool = False, prepare: Callable[[], None] = lambda: None
 ) -> CopyReport:
     """Copy a checkpoint into a directory that has none, or this one, or its model alone; raises as `copy_checkpoint`.
-    With `dry_run` write nothing. `prepare` comes when the source is found intact, before anything is written.
+    With `dry_run` write nothing. `prepare`: as of `copy_and_commit`.
     """
     started_s, source, target = time.monotonic(), str(given), str(taken)
     reads, writes = storage_at(given), storage_at(taken)
@@ -359,7 +364,6 @@ def copy_into(
         for name in (*found.data, *found.others):
             writes.path(name)  # refuses a name that there cannot be
         _refuse_damaged(given, found)
-        prepare()
 
     with reads.in_use(METADATA_FILE):
         held = metadata_of(writes)
@@ -369,7 +373,7 @@ def copy_into(
             found = files_of(given)
             check(found)
             return CopyReport(source, target, found.data, (), 0, 0.0)
-        sent = copy_and_commit(given, taken, accepts=accepts, check=check)
+        sent = copy_and_commit(given, taken, accepts=accepts, check=check, prepare=prepare)
     assert sent is not None
     copied, seconds = (*sent.copied, METADATA_FILE), time.monotonic() - started_s
     return CopyReport(source, target, copied, tuple(sent.kept), sent.nbytes, seconds)

@@ -426,3 +426,11 @@ class TestNemo:
         make(nemo, tmp_path / "t")
         assert contents(tmp_path / "t" / "context") == contents(nemo / "context")
         assert sorted(os.listdir(tmp_path / "t")) == ["context", "weights"]
+
+    def test_the_second_of_two_at_once_is_refused(self, make: Any, nemo: Path, tmp_path: Path) -> None:
+        def make_too() -> None:
+            with pytest.raises(SaveError):
+                make(nemo, tmp_path / "t")
+
+        with ahead_of(runs, "sync_folders", once(make_too)):
+            make(nemo, tmp_path / "t")
