@@ -162,11 +162,14 @@ class TargetPlan:
     def fingerprint(self) -> str:
         """A sum of everything but the source that the target's bytes depend on."""
         found = hashlib.sha256(json.dumps(self.sizes, sort_keys=True).encode())
+        entries = {}  # each once: a tensor of many chunks has many moves
         for part in self.parts:
             for file in part.files:
                 found.update(file.identity())
-            for move in part.moves:
-                found.update(f"{move}\n".encode("utf-8", "surrogatepass"))
+            for key, (entry, targets, block), files in part.moves:
+                entries[entry.fqn] = entry
+                found.update(f"{key} {entry.fqn} {targets} {block} {files}\n".encode("utf-8", "surrogatepass"))
+        found.update(f"{list(entries.values())}\n".encode("utf-8", "surrogatepass"))
         return found.hexdigest()
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.dcp.reader import FileSystemReader
-from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import encode_config, read_index
 from mcore_ckpt.reshard import conversion, plan
 from mcore_ckpt.reshard.options import PartitionRule, parse_partition_rules
@@ -449,6 +450,17 @@ def test_more_files_than_the_process_may_open(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert_same(read_all(tmp_path / "t"), {key: stored.tensor for key, stored in tensors.items()})
+
+
+def test_a_plan_is_told_from_others_in_a_moment_however_many_chunks_a_tensor_has() -> None:
+    chunks = tuple(StoredChunk((row, 0), (1, 4), StoredItem("file", 100 * row, 100)) for row in range(2000))
+    entry = TensorEntry("w", "float32", (2000, 4), chunks)
+    rows = [Box(chunk.offsets, chunk.sizes) for chunk in chunks]
+    tensors = [plan.DividedTensor(entry, "w", rows, [0] * 2000)]
+    planned = plan.plan_torch_dist(CheckpointIndex("source", {"w": entry}, {}), tensors, [], 1)
+    began_s = time.thread_time()
+    planned.fingerprint()
+    assert time.thread_time() - began_s < 1
 
 
 def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
