@@ -337,8 +337,9 @@ _BOUNCE_BYTES: Final = _PIECE_BYTES + 4 * ALIGNMENT_BYTES
 # Bytes are summed and copied in slices that are still in the CPU's cache when they are looked at again.
 _SLICE_BYTES: Final = 512 * 1024
 
-# The share of a file in the page cache from which the rest is read through it as well.
-_MOSTLY_CACHED: Final = 0.5
+# The share of a file in the page cache from which the rest is read through it as well. More than one of the two ends,
+# which the kernel may have read ahead: each read through the cache would send the next one there, to the file's end.
+_MOSTLY_CACHED: Final = 0.75
 
 _Arrived = Callable[[memoryview], None]
 

@@ -16,7 +16,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
+from tests.support.local_files import MIB, aligned, cached_pages, drop_cached, has_direct_io, open_fds, random_bytes
 from tests.support.meanwhile import ahead_of, behind
 
 pytestmark = pytest.mark.quick
@@ -35,6 +35,22 @@ def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_
     writer.write(0, aligned(random_bytes(4 * MIB)))
     writer.finish()
     assert cached_pages(tmp_path / "file") == 0
+
+
+def test_a_header_that_was_read_does_not_send_the_data_behind_it_through_the_page_cache(
+    local: LocalStorage, tmp_path: Path
+) -> None:
+    """The kernel reads ahead, and what it has read would make the next data look cached, to the end of the file."""
+    if not has_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    path, content = tmp_path / "file", random_bytes(8 * MIB)
+    path.write_bytes(content)
+    drop_cached(path)
+    with local.open_reader("file") as reader:
+        for at in range(0, 64 * 1024, 1024):
+            reader.read(at, 1024)
+        assert b"".join(bytes(reader.read(at, MIB)) for at in range(0, len(content), MIB)) == content
+    assert cached_pages(path) < MIB // 4096
 
 
 def test_abort_does_not_close_the_file_under_a_write_that_hangs(local: LocalStorage, tmp_path: Path) -> None:
