@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from mcore_ckpt.storage._store_urls import _clients
+
 _STARTS_WITHIN_S = 60.0
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -303,6 +305,7 @@ class Proxy:
         self._stopped.set()
         self._server.shutdown()
         self._server.server_close()
+        _clients.clear()  # whose connections are open on both sides
 
     def changes(self) -> list[Request]:
         return [request for request in self.requests if request.changes]
