@@ -237,19 +237,22 @@ def certify(
         LoadError: on all ranks, if something differs and `options.certify` is `"raise"`; or if the checkpoint cannot be
             read.
     """
-    group, opened = coordination_group(process_group), list[tuple[CheckpointReader, tuple[int, ...]]]()
+    group = coordination_group(process_group)
     is_resume = reader is not None  # which has found out how its load divides the model
 
-    def open_it() -> set[str]:
+    def open_it() -> tuple[CheckpointReader, tuple[int, ...]]:
         path = checkpoint_path(checkpoint_dir) if reader is None else reader.path
         version = metadata_version(path)  # ahead of the index
-        opened.append((reader or CheckpointReader(path, options=options), version))
-        return {str((options or opened[0][0].options).certify)}
+        return reader or CheckpointReader(path, options=options), version
 
-    said = group.run_merged(_WHAT, open_it, operator.or_, sorted, wrap=LoadError)
+    def asked() -> set[str]:
+        return {str((options or opened.value()[0].options).certify)}
+
+    opened = Outcome.of(open_it)
+    said = group.run_merged(_WHAT, asked, operator.or_, sorted, wrap=LoadError)
     if len(said) > 1:
         raise OptionError(f"certify: expected one value on all ranks, got {' and '.join(said)}")
-    ((reader, version),) = opened
+    reader, version = opened.value()
     directory, options = reader.path, options or reader.options
     if options.certify == "off":
         return Certificate(directory.name, 0, 0, group.size)
