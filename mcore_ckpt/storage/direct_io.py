@@ -427,8 +427,9 @@ class LocalReader(RangeReader):
     def _read_direct(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> None:
         """Read with O_DIRECT, straight into `view` where its address allows it."""
         done = 0
-        # Memory and file are aligned together.
-        straight = len(view) > _MAX_COPIED_BYTES and (address(view) - offset) % ALIGNMENT_BYTES == 0
+        # Memory and file are aligned together, and the ends are not ragged, or worth their own requests.
+        is_aligned = (address(view) - offset) % ALIGNMENT_BYTES == 0
+        straight = is_aligned and (len(view) > _MAX_COPIED_BYTES or (offset | len(view)) % ALIGNMENT_BYTES == 0)
         try:
             while done < len(view):
                 position, left = offset + done, view[done:]

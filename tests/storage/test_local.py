@@ -53,6 +53,18 @@ def test_a_header_that_was_read_does_not_send_the_data_behind_it_through_the_pag
     assert cached_pages(path) < MIB // 4096
 
 
+def test_whole_pages_come_straight_into_aligned_memory(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, content, view = tmp_path / "file", random_bytes(MIB), aligned(bytes(MIB))
+    path.write_bytes(content)
+    drop_cached(path)
+    monkeypatch.setattr(direct_io, "copy_bytes", mock.Mock(side_effect=AssertionError("a copy")))
+    with local.open_reader("file") as reader:
+        reader.read_into(0, view)
+    assert view == content
+
+
 def test_abort_does_not_close_the_file_under_a_write_that_hangs(local: LocalStorage, tmp_path: Path) -> None:
     """The descriptor's number would go to another file, and the write would go on there."""
     writing, released = threading.Event(), threading.Event()
