@@ -29,7 +29,7 @@ from mcore_ckpt.commands.cli import (
 )
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import LoadError, OptionError, UnsupportedMegatronError, without_tracebacks
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, unknown_variables
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path
 from mcore_ckpt.core.team import current_team
 
 if TYPE_CHECKING:
@@ -103,10 +103,10 @@ def _verify(arguments: argparse.Namespace) -> Outcome:
 def _verify_weights(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import verify_weights
 
-    path, shown = arguments.checkpoint, False if arguments.quiet else None
+    path = arguments.checkpoint
     if arguments.check_optimizer or arguments.state:
         raise OptionError(f"{path}: holds safetensors; --check-optimizer and --state are for checkpoints")
-    check = partial(verify_weights, path, workers=arguments.workers, progress=shown)
+    check = partial(verify_weights, path, workers=arguments.workers, progress=arguments.progress)
     report = current_team().first("verify", check)
     unsaid = [] if report.records else ["no checksums are stored there: the structure alone was checked"]
     text = "\n".join([*_problem_lines(report.problems), *unsaid, _verdict(report)])
@@ -121,9 +121,7 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
         return Outcome({**document, "state": None}, f"{verdict.text}\n{text}", verdict.code)
     from mcore_ckpt.tools.diff import checked_fingerprint, model_and_optimizer
 
-    found, others = checked_fingerprint(
-        arguments.checkpoint, workers=arguments.workers, progress=False if arguments.quiet else None
-    )
+    found, others = checked_fingerprint(arguments.checkpoint, workers=arguments.workers, progress=arguments.progress)
     model, optimizer = model_and_optimizer(found)
     document["state"] = {"total": str(found), "model": str(model), "optimizer": str(optimizer), "not_as_saved": others}
     text = f"{verdict.text}\nstate {found}: model {model} ({counted(len(model.tensors or ()), 'tensor')}), "
@@ -158,10 +156,10 @@ def _verified(arguments: argparse.Namespace) -> Outcome:
     directory, optimizer = checkpoint_directory(arguments.checkpoint), arguments.check_optimizer
     # Looked at first: what is wrong with it shows before the hours that a verification may take.
     other = copy_of(directory, arguments.other) if arguments.other else None
-    shown, accepted = False if arguments.quiet else None, None
+    accepted = None
     if arguments.accept_common_state and not arguments.dry_run:
         accepted = current_team().first("accept the common state", lambda: accept_common_file(directory))
-    workers, lost_index = arguments.workers, other is not None
+    shown, workers, lost_index = arguments.progress, arguments.workers, other is not None
     report = verify_checkpoint(directory, workers=workers, optimizer=optimizer, lost_index=lost_index, progress=shown)
     if other is not None and (report.problems or report.removed):
         report = repair_checkpoint(report, other, dry_run=arguments.dry_run, progress=shown)
@@ -294,7 +292,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> Outcome:
     warnings.simplefilter("ignore")  # Megatron says at each import what else is not installed
-    found = [*_software(), *_options(), _direct_io(arguments.directory), _host_memory(), *_contract()]
+    found = [*_software(), *_options(), _direct_io(arguments.directory), *_contract()]
     wrong = [finding for finding in found if finding.is_wrong]
     rows = [(finding.what, finding.state, finding.remark) for finding in found]
     verdict = f"{len(wrong)} of these would stop a job" if wrong else "nothing here would stop a job"
@@ -310,13 +308,6 @@ class Finding:
     state: str  # in a word or two
     remark: str = ""  # what follows from it
     is_wrong: bool = False  # a job would fail
-
-
-def _host_memory() -> Finding:
-    from mcore_ckpt.core.process import free_host_bytes
-
-    free = f"{free_host_bytes() / 1e9:.1f} GB"
-    return Finding("host memory for staging", free, "asynchronous saves copy tensors there")
 
 
 def _software() -> list[Finding]:
@@ -340,16 +331,12 @@ def _software() -> list[Finding]:
     return [*found, Finding("nvidia-resiliency-ext", metadata.version("nvidia-resiliency-ext"), "its queue is served")]
 
 
-def _options() -> list[Finding]:
-    found = [
-        Finding(name, "no option", f"{alike} would be one" * bool(alike)) for name, alike in unknown_variables().items()
-    ]
+def _options() -> Iterator[Finding]:
     for options in (SaveOptions, LoadOptions):
         try:
             options.from_environment()
         except OptionError as error:
-            found.append(Finding("MCORE_CKPT_* variables", "refused", str(error), is_wrong=True))
-    return found
+            yield Finding("MCORE_CKPT_* variables", "refused", str(error), is_wrong=True)
 
 
 def _direct_io(directory: str) -> Finding:

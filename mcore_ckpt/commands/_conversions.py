@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands.cli import Outcome, add_dry_run, first_of, one_line, table
+from mcore_ckpt.commands.cli import Outcome, add_dry_run, document_of, first_of, one_line, table
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.team import current_team
@@ -49,8 +49,8 @@ def add_options(parser: argparse.ArgumentParser, options: type[ConversionOptions
 def given_options(arguments: argparse.Namespace, options: type[ConversionOptions]) -> dict[str, Any]:
     """The options that were given, by name, and what every conversion takes."""
     found = {option.name: getattr(arguments, option.name) for option in fields(options)}
-    shown = {"dry_run": arguments.dry_run, "progress": False if arguments.quiet else None}
-    return {**shown, **{name: value for name, value in found.items() if value is not None}}
+    given = {name: value for name, value in found.items() if value is not None}
+    return {"dry_run": arguments.dry_run, "progress": arguments.progress, **given}
 
 
 def plan_outcome(report: ConversionReport) -> Outcome:
@@ -95,7 +95,7 @@ def _made(report: ConversionReport, arguments: argparse.Namespace, *, to_megatro
         check = current_team().first("compare logits", lambda: check_logits(checkpoint, model, arch))
     except CheckpointError as error:
         raise OptionError(f"{report.target} was written, but not checked: {error}") from error
-    document = {**asdict(report), "check": {**asdict(check), "same": check.same}}
+    document = document_of(report, check=document_of(check, same=check.same))
     return Outcome(document, f"{text}\n{check}", 0 if check.same else 1)
 
 

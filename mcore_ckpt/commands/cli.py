@@ -272,7 +272,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
     output = common.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    output.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
+    output.add_argument("--quiet", "-q", dest="progress", action="store_const", const=False, help="no progress bar")
     output.add_argument("--debug", action="store_true", help="show the traceback of an error")
     for name, one in _COMMANDS.items():
         sentence = one.purpose[0].upper() + one.purpose[1:] + "."
@@ -299,9 +299,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    workers = getattr(arguments, "workers", None)
-    if workers is not None and workers < 1:
-        arguments.parser.error(f"--workers {workers}: expected at least 1")
     tell_unknown_variables()
     try:
         return _run(arguments, words)
@@ -373,7 +370,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return str(value)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
