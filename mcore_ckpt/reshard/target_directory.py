@@ -34,8 +34,9 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import (
@@ -47,7 +48,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.core.team import current_team
-from mcore_ckpt.directory.commit import NOTE, Commit, Owner, file_on_its_way, is_note, notes, sum_of_file
+from mcore_ckpt.directory.commit import NOTE, Commit, Owner, identity_in_force, is_note, notes, sum_of_file
 from mcore_ckpt.directory.iterations import files_below, flaw_of_files
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, id_in_names, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_small_file
@@ -65,7 +66,6 @@ class Journal:
     """The files of a target that are durable, by name."""
 
     def __init__(self) -> None:
-        self.fingerprint = ""
         self.save_id = secrets.token_bytes(SAVE_ID_BYTES)  # of the target
         self.written: dict[str, WrittenFile] = {}
         # CRC-32 of each chunk of the source that stores none, by the target's key and the chunk's position.
@@ -84,20 +84,6 @@ class Journal:
 
     def close(self) -> None:
         """Nothing more is recorded."""
-
-
-class _NotedJournal(Journal):
-    """What the note of a run in a store tells the next one."""
-
-    is_begun = True
-
-    def __init__(self, storage: Storage, owner: Owner) -> None:
-        super().__init__()
-        self.fingerprint, self.save_id = str((owner.noted or {}).get(_WORK)), bytes.fromhex(owner.save)
-        self._storage, self._name = storage, NOTE + owner.save
-
-    def remove(self) -> None:
-        self._storage.delete(self._name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +132,8 @@ def refuse_target(source: Path, target: Path, *, restart: bool = False) -> None:
     """Raise unless `target` is free, or its run, unless that is to `restart`, was killed before it was finished; and it
     is not inside the source.
     """
-    with _begun(target) as journal:
-        if restart or not _has_made(journal, target):
+    with _begun(target) as begun:
+        if restart or begun is None or not begun.has_made:
             _refuse_existing(target)
     refuse_inside(source, target)
 
@@ -242,38 +228,43 @@ def _other_journals(folder: Path) -> list[Path]:
     return [path for path in folder.parent.glob(f"{glob.escape(folder.name)}.journal.*") if path.suffix[1:].isdecimal()]
 
 
+class _Begun(NamedTuple):
+    """What a run that was interrupted tells the next one, in its journal or its note."""
+
+    fingerprint: str
+    has_written: bool
+    has_made: bool  # the target has its name
+    remove: Callable[[], None]  # what tells this
+
+
 def begun_work(target: Path) -> dict[str, Any]:
     """The fingerprint, by its names, of the run that has begun a target and was interrupted. Raises `SaveError`."""
-    with _begun(target) as journal:
-        return _by_name(journal.fingerprint) if journal is not None and journal.is_begun else {}
+    with _begun(target) as begun:
+        return _by_name(begun.fingerprint) if begun is not None and begun.has_written else {}
 
 
 def finish_made(target: Path, fingerprint: str, finish: Callable[[], None]) -> bool:
     """Finish a target that has its name already, of a run of this work that was killed then; whether there is one."""
-    with _begun(target) as journal:
-        if journal is None or journal.fingerprint != fingerprint or not _has_made(journal, target):
+    with _begun(target) as begun:
+        if begun is None or begun.fingerprint != fingerprint or not begun.has_made:
             return False
         if (flaw := flaw_of_files(target)) is not None:
             raise CorruptCheckpointError(f"{target}: {flaw}. It was complete, and has changed since: remove it")
         finish()
-        journal.remove()
+        begun.remove()
         return True
 
 
-def _has_made(journal: Journal | None, target: Path) -> bool:
-    storage = storage_at(target)
-    if journal is None or not storage.exists(METADATA_FILE):
-        return False
-    manifest = split_metadata(storage.read(METADATA_FILE), str(target))[1]
-    return manifest is not None and id_in_names(manifest.save_id) == id_in_names(journal.save_id)
-
-
 @contextmanager
-def _begun(target: Path) -> Iterator[_NotedJournal | FileJournal | None]:
-    """The journal of the run that has begun a target and was interrupted. Raises `SaveError` if it is at work."""
+def _begun(target: Path) -> Iterator[_Begun | None]:
+    """What the run tells that has begun a target and was interrupted. Raises `SaveError` if it is at work."""
     storage, path = storage_at(target), target.parent / f"{target.name}{PARTIAL}.journal"
     if storage.is_store:
-        yield next((_NotedJournal(storage, owner) for owner in _left_by_others(storage)), None)
+        for owner in _left_by_others(storage)[:1]:
+            work, remove = (owner.noted or {}).get(_WORK), partial(storage.delete, NOTE + owner.save)
+            yield _Begun(str(work), True, _has_made(owner.save, target), remove)
+            return
+        yield None
         return
     with saving("looking for what was begun", str(path)):
         is_there = path.exists()
@@ -281,33 +272,32 @@ def _begun(target: Path) -> Iterator[_NotedJournal | FileJournal | None]:
         yield None
         return
     with contextlib.closing(FileJournal(path)) as journal:
-        if path.with_suffix("").exists() or _has_made(journal, target):
-            yield journal
+        has_made = _has_made(id_in_names(journal.save_id), target)
+        if has_made or path.with_suffix("").exists():
+            yield _Begun(journal.fingerprint, journal.has_written, has_made, journal.remove)
         else:  # its target has appeared, and needs nothing, or is gone
             journal.remove()
             yield None
 
 
+def _has_made(save: str, target: Path) -> bool:
+    there = identity_in_force(storage_at(target))
+    return there is not None and there.save == save
+
+
 def remove_begun(target: Path, source: Path) -> bool:
     """Remove what an interrupted run has made of a target whose source is gone; whether it has. Raises `SaveError`."""
     storage, origin = storage_at(target), f"{storage_at(source).location}, "
-    if storage.is_store:
-        left = _left_by_others(storage)
-        if not left or not all(_is_of(_NotedJournal(storage, owner), origin) for owner in left):
+    with _begun(target) as begun:
+        if begun is None or not str(_by_name(begun.fingerprint).get("source")).startswith(origin):
             return False
-        with Commit.begin(storage, {_NOTED: []}) as commit:
-            _clear(target, commit)
-        return True
-    with _begun(target) as journal:
-        if journal is not None and _is_of(journal, origin):
+        if storage.is_store:
+            with Commit.begin(storage, {_NOTED: []}) as commit:
+                _clear(target, commit)
+        else:
             shutil.rmtree(target.parent / f"{target.name}{PARTIAL}", ignore_errors=True)
-            journal.remove()
-            return True
-    return False
-
-
-def _is_of(journal: Journal, origin: str) -> bool:
-    return str(_by_name(journal.fingerprint).get("source")).startswith(origin)
+            begun.remove()
+    return True
 
 
 def _by_name(fingerprint: str) -> dict[str, Any]:
@@ -337,10 +327,10 @@ def _renamed(target: Path, fingerprint: str, finish: Callable[[], None], restart
             finish()
         except CheckpointError as error:
             is_final = not isinstance(error, SaveError) or isinstance(error, CheckpointExistsError)
-            kept = journal.is_begun and not (is_final and _is(folder, own))  # else it has its name
+            kept = journal.has_written and not (is_final and _is(folder, own))  # else it has its name
             raise
         except BaseException as error:
-            kept = journal.is_begun
+            kept = journal.has_written
             if kept and isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(f"{folder} keeps what is done; the same command resumes it") from error
             raise
@@ -357,8 +347,6 @@ def _in_place(target: Path, fingerprint: str, finish: Callable[[], None], restar
     """Nothing is resumed here: `restart` is of the other way."""
     storage = storage_at(target)
     storage.ensure()
-    if not _left_by_others(storage):
-        _refuse_others(target, storage)
     with Commit.begin(storage, {_NOTED: [], _WORK: fingerprint}) as commit:
         _clear(target, commit)
         making, journal = _Making(commit, target, finish), Journal()
@@ -378,7 +366,8 @@ def _clear(target: Path, commit: Commit) -> None:
         if owner.save != commit.id:
             _remove_files(storage, _noted(owner))
             storage.delete(NOTE + owner.save)
-    _refuse_others(target, storage)
+    if storage.is_directory() and any(files_below(target, is_note)):
+        raise _exists(target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,11 +414,6 @@ def _noted(owner: Owner) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _refuse_others(target: Path, storage: Storage) -> None:
-    if storage.is_directory() and any(files_below(target, is_note)):
-        raise _exists(target)
-
-
 def _remove_files(storage: Storage, names: Iterable[str]) -> None:
     """Remove what a run has noted as its own; never `.metadata`, nor a note."""
     for name in names:
@@ -469,8 +453,8 @@ def _open(target: Path, folder: Path, fingerprint: str, *, restart: bool) -> Fil
                 journal.begin(fingerprint)
                 storage_at(folder.parent).sync()
             folder.mkdir(exist_ok=True)
-            for name in filter(file_on_its_way, storage_at(folder).list()):
-                (folder / name).unlink()
+            for path in folder.glob(".*.tmp"):  # a run was killed when it published this
+                path.unlink()
         except BaseException:  # the lock must not outlive the attempt: the next one would take it for a run
             if journal.is_new:
                 journal.remove()
@@ -513,6 +497,7 @@ class FileJournal(Journal):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
+        self.fingerprint = ""
         self.is_new = not path.exists()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -573,7 +558,7 @@ class FileJournal(Journal):
         self._append([list(map(_row, files)), crcs])
 
     @property
-    def is_begun(self) -> bool:
+    def has_written(self) -> bool:
         return bool(self.written or _other_journals(self.path.with_suffix("")))
 
     def remove(self) -> None:

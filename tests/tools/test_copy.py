@@ -23,7 +23,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.directory import commit, copying
-from mcore_ckpt.directory.commit import Owner, file_on_its_way
+from mcore_ckpt.directory.commit import Commit, Owner, file_on_its_way
 from mcore_ckpt.format.integrity import with_id
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, encode_config
 from mcore_ckpt.storage.base import Storage
@@ -34,7 +34,6 @@ from tests.support.local_files import contents, data_file, flip
 from tests.support.meanwhile import ahead_of, behind, interrupted_at, once
 from tests.support.model_like import model_tensors, write_model
 from tests.support.object_server import ObjectDirectory, S3Directory
-from tests.support.processes import exit_code, fork
 from tests.support.stored_saves import loaded, save, state
 
 
@@ -203,26 +202,17 @@ def test_what_is_replaced_while_it_is_judged_is_not_called_damaged(at: str, save
     assert loaded(tmp_path / "copy") == 2.0
 
 
-def test_a_copy_that_was_killed_at_its_commit_is_resumed_with_the_common_state(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "where", "at"), [("directory", Commit, "publish"), ("store", commit, "in_parallel")])
+def test_a_copy_that_was_killed_at_or_behind_its_commit_is_resumed(
+    place: str, where: Any, at: str, saved: Path, tmp_path: Path, s3_directory: S3Directory
+) -> None:
     (saved / "common.pt").write_bytes(b"common state")
     (saved / "metadata.json").write_bytes(encode_config())
-
-    def be_killed() -> None:
-        with ahead_of(commit.Commit, "publish", lambda *_, **__: os._exit(9)):
-            copy_checkpoint(saved, tmp_path / "copy")
-
-    assert exit_code(fork(be_killed)) == 9
-    copy_checkpoint(saved, tmp_path / "copy")
-    assert contents(saved) == contents(tmp_path / "copy")
-
-
-def test_a_copy_that_was_killed_behind_its_commit_in_a_store_is_resumed(saved: Path, s3_directory: S3Directory) -> None:
-    (saved / "common.pt").write_bytes(b"common state")
-    (saved / "metadata.json").write_bytes(encode_config())
-    with interrupted_at(commit, "in_parallel"):
-        copy_checkpoint(saved, s3_directory.url)
-    copy_checkpoint(saved, s3_directory.url)
-    assert set(storage_at(s3_directory.url).list()) == {path.name for path in saved.iterdir() if path.is_file()}
+    target = s3_directory.url if place == "store" else str(tmp_path / "copy")
+    with mock.patch.object(Commit, "give_up"), interrupted_at(where, at):
+        copy_checkpoint(saved, target)
+    copy_checkpoint(saved, target)
+    assert set(storage_at(target).list()) == {path.name for path in saved.iterdir() if path.is_file()}
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -257,7 +247,7 @@ def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tm
     target = tmp_path / "copy"
     copy_checkpoint(saved, target)
     with mock.patch.object(commit, "_place", return_value="another host"):
-        held_up = commit.Commit.begin(storage_at(target), common=b"of the save")
+        held_up = Commit.begin(storage_at(target), common=b"of the save")
     note, own = target / (commit.NOTE + held_up.id), with_id("__0_0.distcp", bytes.fromhex(held_up.id))
     os.utime(note, (time.time() - 100.0,) * 2)
     (target / own).write_bytes(b"of the save")
