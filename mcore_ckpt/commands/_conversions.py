@@ -77,14 +77,17 @@ def notes_of(report: ConversionReport) -> list[str]:
 
 
 def _made(report: ConversionReport, arguments: argparse.Namespace, *, to_megatron: bool) -> Outcome:
-    """A conversion to another format or from one: its plan, or what was written, compared by logits if asked for."""
+    """A conversion: its plan, or what was written, compared by logits if asked for."""
     if arguments.dry_run:
         return plan_outcome(report)
     layouts = " as ".join(part for part in (report.source_layout, report.target_layout) if part and to_megatron)
     what = " for ".join(part for part in (report.family, layouts) if part)
-    size = f"{counted(report.tensors, 'tensor')}, {human_bytes(report.payload_bytes)}"
+    guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
+    size = f"{counted(report.tensors, 'tensor')}{guesses}, {human_bytes(report.payload_bytes)}"
     made = ", ".join(part for part in (what, size) if part)
-    text = "\n".join([f"{report.target}: {made} in {counted(len(report.files), 'file')}", *notes_of(report)])
+    took = f"{'resumed, ' if report.resumed else ''}copied in {report.copy_s:.1f} s"
+    took += f", compared with the source in {report.verify_s:.1f} s" if report.verified else ""
+    text = "\n".join([f"{report.target}: {made} in {counted(len(report.files), 'file')}", took, *notes_of(report)])
     if not arguments.check_logits:
         return Outcome(report, text)
     from mcore_ckpt.models.logits import check_logits
@@ -103,27 +106,14 @@ def add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument("target", metavar="DST", help="directory to make; of a run: DST/iter_0001000, and the tracker")
     add_options(parser, ReshardOptions)
+    parser.set_defaults(check_logits=False)
 
 
 def run_reshard(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.reshard.reshard import reshard_checkpoint
 
     report = reshard_checkpoint(arguments.source, arguments.target, **given_options(arguments, ReshardOptions))
-    return _resharded(report, arguments)
-
-
-def _resharded(report: ConversionReport, arguments: argparse.Namespace) -> Outcome:
-    if arguments.dry_run:
-        return plan_outcome(report)
-    guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
-    text = (
-        f"{report.target}: {report.target_layout}, {counted(report.tensors, 'tensor')}{guesses} in "
-        f"{counted(report.chunks, 'chunk')}, "
-        f"{counted(len(report.files), 'file')}, {human_bytes(report.file_bytes)}\n"
-        f"{'resumed, ' if report.resumed else ''}copied in {report.copy_s:.1f} s, "
-        + (f"compared with the source in {report.verify_s:.1f} s" if report.verified else "not verified")
-    )
-    return Outcome(report, "\n".join([text, *notes_of(report)]))
+    return _made(report, arguments, to_megatron=True)
 
 
 def _add_kind(
@@ -177,9 +167,7 @@ def run_merge(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import merge_checkpoints
 
     report = merge_checkpoints(arguments.sources, arguments.target, **given_options(arguments, MergeOptions))
-    if report.format == "hf":
-        return _made(report, arguments, to_megatron=False)
-    return _resharded(report, arguments)
+    return _made(report, arguments, to_megatron=report.format != "hf")
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
