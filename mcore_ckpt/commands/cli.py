@@ -367,6 +367,4 @@ def _show(outcome: Outcome, *, as_json: bool) -> int:
 def _jsonable(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return document_of(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
     return str(value)
