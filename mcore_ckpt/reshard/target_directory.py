@@ -43,6 +43,7 @@ from mcore_ckpt.core.errors import (
     CheckpointError,
     CheckpointExistsError,
     CorruptCheckpointError,
+    LoadError,
     OptionError,
     SaveError,
 )
@@ -325,12 +326,9 @@ def _renamed(target: Path, fingerprint: str, finish: Callable[[], None], restart
             storage_at(folder).sync()
             _appear(folder, own, target)
             finish()
-        except CheckpointError as error:
-            is_final = not isinstance(error, SaveError) or isinstance(error, CheckpointExistsError)
-            kept = journal.has_written and not (is_final and _is(folder, own))  # else it has its name
-            raise
         except BaseException as error:
-            kept = journal.has_written
+            is_final = isinstance(error, LoadError | OptionError | CheckpointExistsError)
+            kept = journal.has_written and not (is_final and _is(folder, own))  # else it has its name
             if kept and isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(f"{folder} keeps what is done; the same command resumes it") from error
             raise

@@ -329,16 +329,6 @@ class TestInterruption:
         with pytest.raises(CheckpointExistsError):
             reshard_checkpoint(tmp_path / "s", target, tp=1, pp=1)
 
-    def test_a_checkpoint_in_the_place_of_its_target_is_not_taken_for_it(
-        self, tmp_path: Path, big: dict[str, torch.Tensor]
-    ) -> None:
-        with interrupted_at(Places, "finish"):
-            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
-        shutil.rmtree(tmp_path / "t")
-        shutil.copytree(tmp_path / "s", tmp_path / "t")
-        with pytest.raises(CheckpointExistsError):
-            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
-
     def test_what_differs_is_named_and_threads_do_not_count(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
         self.interrupt(tmp_path)
         command = ["reshard", str(tmp_path / "s"), str(tmp_path / "t")]

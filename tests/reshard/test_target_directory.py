@@ -99,6 +99,7 @@ def test_a_journal_stays_until_its_target_is_finished_and_no_longer(tmp_path: Pa
     with pytest.raises(LoadError), target_folder(tmp_path / "t", WORK, finish):
         assert names(folder) == ["half"]
     assert names(tmp_path) == ["t", "t.partial.journal"]
+    (tmp_path / "t" / ".metadata").write_bytes(b"of another checkpoint in its place")
     with pytest.raises(CheckpointExistsError):
         refuse_target(tmp_path / "source", tmp_path / "t")
     assert names(tmp_path) == ["t"]
