@@ -10,11 +10,13 @@ would run it; `-m package.module` runs a module. Options come from `MCORE_CKPT_*
 from __future__ import annotations
 
 import logging
-import runpy
 import sys
 import types
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
@@ -74,11 +76,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mcore_ckpt.launch: {error}", file=sys.stderr)  # noqa: T201
         return 2
     sys.argv = target
-    if as_module:
-        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
+    if not as_module:
+        path = script.absolute()
+        _run_as_main(compile(path.read_bytes(), str(path), "exec"), __file__=str(path))
+    elif (module := _module(target[0])) is None:
+        print(f"mcore_ckpt.launch: there is no module {target[0]!r}", file=sys.stderr)  # noqa: T201
+        return 2
     else:
-        _run_script(script.absolute())
+        sys.argv[0] = str(module.origin)
+        loader: Any = module.loader
+        found = {"__file__": module.origin, "__loader__": loader, "__package__": module.parent, "__spec__": module}
+        _run_as_main(loader.get_code(module.name), **found)
     return 0
+
+
+def _module(name: str) -> ModuleSpec | None:
+    """The module of that name, or of a package the one that runs, if it is there and can be run."""
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):  # no parent; a name that none can have
+        return None
+    return spec if hasattr(getattr(spec, "loader", None), "get_code") else None
 
 
 def _how_it_saves(words: Sequence[str]) -> str:
@@ -98,12 +118,12 @@ def _how_it_saves(words: Sequence[str]) -> str:
     return f"saves are synchronous, training waits until each is durable; for asynchronous ones add {' '.join(missing)}"
 
 
-def _run_script(path: Path) -> None:
-    """Run a file as `python file` does. `runpy` would take `__main__` away again before the exit handlers run."""
+def _run_as_main(code: Any, **given: Any) -> None:
+    """Run code as `python` does. `runpy` would take `__main__` away again before the exit handlers run."""
     module = types.ModuleType("__main__")
-    vars(module).update(__file__=str(path), __builtins__=__builtins__)
-    code = compile(path.read_bytes(), str(path), "exec")
-    sys.modules["__main__"] = module
+    vars(module).update(given, __builtins__=__builtins__)
+    # By the second name started processes send objects of its classes back; multiprocessing has taken the launcher.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     exec(code, vars(module))
 
 

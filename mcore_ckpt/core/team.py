@@ -80,7 +80,13 @@ class Team:
 
     def run(self, what: str, fn: Callable[[], T]) -> list[T]:
         """Call `fn` on every rank and give every rank the values of all, by rank. `what`: the step in words."""
-        return [fn()] if self._group is None else self._group.run(what, fn, wrap=_ENDS_BY)
+        if self._group is None:
+            return [fn()]
+        own = Outcome.of(fn)
+        # After an exchange in which contact was lost the others may still wait in that one: to end tells them.
+        if own.error is not None and self._group.has_lost_contact:
+            raise own.error
+        return self._group.run(what, own.value, wrap=_ENDS_BY)
 
     def end(self, what: str, fn: Callable[[], T]) -> T:
         """As `run`, but each rank gets its own value, and the first keeps it if another rank ends without a word."""

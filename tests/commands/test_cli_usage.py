@@ -97,7 +97,7 @@ def test_a_mistake_of_ours_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch, caps
     assert "RuntimeError: a mistake (this should not happen" in capsys.readouterr().err
 
 
-def test_launch_explains_itself(tmp_path: Path) -> None:
+def test_launch_explains_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = [sys.executable, "-m", "mcore_ckpt.launch", "--help"]
     ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -112,6 +112,9 @@ def test_launch_explains_itself(tmp_path: Path) -> None:
     assert "saves are synchronous" in in_child(said)
     (tmp_path / "job.py").rename(tmp_path / "__main__.py")
     assert in_child(lambda: str(launch([str(tmp_path)]))) == "0"
+    (tmp_path / "part.py").write_text("import sys; assert sys.modules['__mp_main__'].__spec__.name == 'part'")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert in_child(lambda: f"{launch(['-m', 'part'])} {launch(['-m', 'no.such'])}") == "0 2"
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["inspect", "x", "--files", "--args"]], ids=" ".join)

@@ -130,8 +130,8 @@ def test_an_error_of_one_rank_is_that_of_all_and_leaves_nothing(folder: Path) ->
     assert not list(folder.glob("t*"))
 
 
-def dies_after(rank: int, port: int, where: Path, step: str) -> list[Shown]:
-    with behind(conversion, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None):
+def dies_after(rank: int, port: int, where: Path, step: str, killed: int = 1) -> list[Shown]:
+    with behind(conversion, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if rank == killed else None):
         return in_rank(rank, [port], ["reshard ckpt t --tp 4"], where)
 
 
@@ -151,6 +151,17 @@ def test_what_a_killed_rank_has_done_is_not_done_again(folder: Path, monkeypatch
     assert len(before) == 6
     assert not list(folder.glob("t.*"))
     assert shown(f"diff {folder / 't'} {folder / 'whole'}")[0] == 0
+
+
+def _exit_with(rank: int, *given: Any) -> None:
+    ((code, _, _),) = dies_after(rank, *given)
+    os._exit(code)
+
+
+def test_all_stop_when_one_of_three_dies(folder: Path) -> None:
+    """The first loses contact with the third, while the second waits for the word of the first."""
+    outcomes = rank_outcomes(_exit_with, 3, free_port(), folder, "_write_part", 2, grace_s=20)
+    assert [outcome.exit_code for outcome in outcomes] == [2, 2, -signal.SIGKILL]
 
 
 def test_a_rank_that_dies_when_all_is_done_spoils_nothing(folder: Path) -> None:

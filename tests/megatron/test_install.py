@@ -354,6 +354,7 @@ import neighbour
 class Here: pass
 assert __name__ == "__main__" and __main__.Here is Here
 assert isinstance(pickle.loads(pickle.dumps(Here())), Here)
+assert sys.modules["__mp_main__"].Here is Here, "by that name processes of multiprocessing send one back"
 import megatron.core.dist_checkpointing.strategies.torch as strategies
 atexit.register(lambda: print("at exit:", sys.modules["__main__"].Here is Here))
 import logging
