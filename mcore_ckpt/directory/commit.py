@@ -596,6 +596,19 @@ def _settled(storage: Storage) -> Identity | None:
     raise SaveError(f"{storage}: other saves are published all the time; save again")
 
 
+def refuse_decided(storage: Storage) -> None:
+    """Raise `SaveError` where a save is decided, and was killed then: it comes into force with whatever begins next, in
+    the place of the checkpoint that people have looked at.
+    """
+    base = None if storage.is_store else identity_in_force(storage)
+    noted = None if base is None else storage.claimed(CLAIM + base.token)
+    if base is not None and noted is not None and identity_in_force(storage, noted) is not None:
+        raise SaveError(
+            f"{storage}: a save is decided that replaces this checkpoint: at once, or, if it was killed, when the next "
+            f"one begins. Nothing was changed; to give up one that was killed, delete {CLAIM}{base.token}"
+        )
+
+
 def _place_waiting(storage: Storage, base: Identity) -> None:
     """Give the common state of what is in force its name, if it still waits for that."""
     save = base.save

@@ -35,7 +35,14 @@ from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.team import Progress, current_team
-from mcore_ckpt.directory.commit import Commit, common_file_in_force, file_on_its_way, is_pending, sum_of_file
+from mcore_ckpt.directory.commit import (
+    Commit,
+    common_file_in_force,
+    file_on_its_way,
+    is_pending,
+    refuse_decided,
+    sum_of_file,
+)
 from mcore_ckpt.directory.copying import JudgedFiles, copy_file
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import common_state_flaw, config_flaw, is_megatrons, structure_flaws, sync_folders
@@ -419,6 +426,7 @@ class _Damaged:
         self.path, self.copy, self.dry_run = path, copy, dry_run
         self.storage, self.reads = storage_at(path), storage_at(copy)
         self.judged = JudgedFiles(self.reads)
+        refuse_decided(self.storage)
         self._commit = None if dry_run else Commit.begin(self.storage)
 
     def end(self) -> None:
@@ -580,6 +588,7 @@ def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int,
 def accept_common_file(path: Path) -> str | None:
     """Accept the common state as it is, by a new manifest. Returns its file; None if that says so already."""
     storage = storage_at(path)
+    refuse_decided(storage)
     with Commit.begin(storage) as commit:
         content = read_small_file(path, METADATA_FILE)
         pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")

@@ -1,5 +1,6 @@
 """The common state belongs to its save: another beside a sealed `.metadata` is refused, until somebody accepts it."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory import copying, iterations
+from mcore_ckpt.directory import commit, copying, iterations
 from mcore_ckpt.directory.commit import pending_name, remove_tensors
 from mcore_ckpt.directory.in_force import saves_of
 from mcore_ckpt.directory.iterations import look_at
@@ -28,7 +29,8 @@ from mcore_ckpt.tools.keys import read_plain_state
 from mcore_ckpt.tools.runs import copy_checkpoint
 from mcore_ckpt.tools.verify import accept_common_file, repair_checkpoint, verify_checkpoint
 from tests.support.command import output_of
-from tests.support.meanwhile import behind, once
+from tests.support.meanwhile import ahead_of, behind, once
+from tests.support.processes import exit_code, fork
 
 
 def common(iteration: int) -> dict[str, Any]:
@@ -116,6 +118,26 @@ def test_what_was_changed_on_purpose_is_accepted(a: Path) -> None:
     (a / COMMON_FILE).unlink()
     with pytest.raises(CheckpointNotFoundError):
         accept_common_file(a)
+
+
+def test_what_was_changed_on_purpose_is_not_replaced_by_a_save_that_was_killed_when_it_was_decided(
+    a: Path, saves: tuple[Path, Path]
+) -> None:
+    def killed() -> None:
+        with ahead_of(commit, "_publish", lambda *_: os._exit(9)):
+            save(a, 2)
+
+    assert exit_code(fork(killed)) == 9
+    changed = common(1) | {"note": "by the user"}
+    torch.save(changed, a / COMMON_FILE)
+    (a / CONFIG_FILE).unlink()
+    for repair in (accept_common_file, lambda path: repair_checkpoint(verify_checkpoint(path), saves[0])):
+        with pytest.raises(SaveError, match=r"a save is decided.* delete \.mcore_ckpt_next\.") as caught:
+            repair(a)
+    (a / str(caught.value).rpartition("delete ")[2]).unlink()
+    assert accept_common_file(a) == COMMON_FILE
+    assert repair_checkpoint(verify_checkpoint(a), saves[0]).whole
+    assert load_common(a) == changed
 
 
 def test_a_listing_tells_another_length(a: Path) -> None:
