@@ -380,7 +380,7 @@ def tensor_stats(payloads: StoredPayloads, entry: TensorEntry, values: np.ndarra
     count = zeros = nans = infinities = finite_count = 0
     low: float = math.inf
     high: float = -math.inf
-    total = squares = 0.0
+    average = spread = squares = 0.0  # `spread`: the sum of squares of what differs from the average
     read = (as_numbers(content, entry.dtype) for _, content in SlabReader(payloads).walk(entry))
     for numbers in read if values is None else [values.reshape(-1)]:
         if numbers is None:
@@ -394,16 +394,18 @@ def tensor_stats(payloads: StoredPayloads, entry: TensorEntry, values: np.ndarra
             finite = doubles[np.isfinite(doubles)]
             if finite.size:
                 finite_count += finite.size
+                share = finite.size / finite_count
                 exact = batch if batch.dtype.kind in "iu" else finite
                 low, high = min(low, exact.min().item()), max(high, exact.max().item())
                 with np.errstate(over="ignore", invalid="ignore"):
-                    total += float(finite.sum())
                     squares += float(np.dot(finite, finite))
+                    # Merged as Chan, Golub and LeVeque do (1979): squares of large numbers would hide a small spread.
+                    step, apart = float(finite.mean()) - average, finite - finite.mean()
+                    spread += float(np.dot(apart, apart)) + step * ((finite_count - finite.size) * share) * step
+                    average += step * share
     if not finite_count:
         return Stats(count, None, None, None, None, None, zeros, nans, infinities)
-    average = total / finite_count
-    variance = max(squares / finite_count - average * average, 0.0)  # in this order a NaN stays one
-    derived = (average, math.sqrt(variance), math.sqrt(squares))
+    derived = (average, math.sqrt(spread / finite_count), math.sqrt(squares))
     mean, std, norm = (value if math.isfinite(value) else None for value in derived)
     return Stats(count, low, high, mean, std, norm, zeros, nans, infinities)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,6 +116,14 @@ class TestCat:
         assert stats["mean"] == pytest.approx(float(tensor.double().mean()), rel=1e-6)
         assert stats["std"] == pytest.approx(float(tensor.double().std(unbiased=False)), rel=1e-6)
         assert stats["norm"] == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+
+    def test_the_spread_of_large_numbers(self, tmp_path: Path) -> None:
+        """Of token ids, say: their squares leave a double no digits for it."""
+        numbers = 2**40 + torch.arange(300_000)
+        dcp.save({"ids": numbers}, checkpoint_id=tmp_path, no_dist=True)
+        stats = document_of("cat", tmp_path, "ids", "--stats")["stats"]
+        assert stats["std"] == pytest.approx(float(numbers.double().std(correction=0)), rel=1e-9)
+        assert stats["mean"] == pytest.approx(float(numbers.double().mean()), rel=1e-12)
 
     @pytest.mark.parametrize(
         ("dtype", "values", "derived"),
