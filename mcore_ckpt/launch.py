@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv = target
     if not as_module:
         path = script.absolute()
-        _run_as_main(compile(path.read_bytes(), str(path), "exec"), __file__=str(path))
+        _run_as_main(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), __file__=str(path))
     elif (module := _module(target[0])) is None:
         print(f"mcore_ckpt.launch: there is no module {target[0]!r}", file=sys.stderr)  # noqa: T201
         return 2
@@ -96,7 +96,9 @@ def _module(name: str) -> ModuleSpec | None:
         spec = find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{name}.__main__")
-    except (ImportError, ValueError):  # no parent; a name that none can have
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # a parent is there, and needs it
+            raise
         return None
     return spec if hasattr(getattr(spec, "loader", None), "get_code") else None
 

@@ -171,15 +171,16 @@ _in_progress: ContextVar[MegatronSave | MegatronLoad | MegatronResume | None] = 
 @contextmanager
 def in_progress(call: _Call) -> Iterator[_Call]:
     """Within the block this is Megatron's call. What a rank raises in a save or load, it tells the others."""
-    token = _in_progress.set(call)
-    try:
+    before = _in_progress.get()
+    try:  # (a Ctrl-C may come right behind the change)
+        _in_progress.set(call)
         yield call
     except BaseException as error:
         if not isinstance(call, MegatronResume):
             call.tell(error)
         raise
     finally:
-        _in_progress.reset(token)
+        _in_progress.set(before)
 
 
 def current_save() -> MegatronSave | None:
@@ -291,12 +292,11 @@ def one_save(strategy: Any, strategy_class: type, location: str) -> Iterator[Meg
     is_first = differences().common_state_is_an_object and dist.is_initialized()
     meets_in, strategy = wrapper_group(strategy) if is_first else None, unwrapped(strategy)
     is_validated = strategy is None or type(strategy) is strategy_class
-    options = getattr(strategy, "options", None) or SaveOptions.from_environment()
+    options = getattr(strategy, "options", None)
     call = MegatronSave(is_validated, location=location)
-    if is_validated:
-        call.meets_in = meets_in
-        # Ranks exchange or compare other things by other values.
-        call.alike = {"compare_replicas": options.compare_replicas}
+    call.meets_in = meets_in if is_validated else None
+    if strategy is None or isinstance(options, SaveOptions):  # ranks exchange or compare other things by other values
+        call.alike = {"compare_replicas": (options or SaveOptions.from_environment()).compare_replicas}
     with in_progress(call):
         try:
             yield call

@@ -162,7 +162,11 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
 def _finalize(call: MegatronSave, callback: Callable[[], Any]) -> None:
     """A callback at the end of an asynchronous save, in which the first rank may write `metadata.json`."""
     with in_progress(call):
-        callback()
+        try:
+            callback()
+        except BaseException:
+            call.give_up()
+            raise
     _tell_late_error(call)
 
 

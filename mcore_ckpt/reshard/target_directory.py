@@ -60,6 +60,8 @@ from mcore_ckpt.storage.resolve import lies_in, path_in_file_system, storage_at
 # In the note in a store: files of the target that is being made there, and of what.
 _NOTED: Final = "target"
 _WORK: Final = "work"
+# There, the file that comes after all others, once it is on its way.
+_LAST: Final = "last"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -293,8 +295,11 @@ def remove_begun(target: Path, source: Path) -> bool:
         if begun is None or not str(_by_name(begun.fingerprint).get("source")).startswith(origin):
             return False
         if storage.is_store:
-            with Commit.begin(storage, {_NOTED: []}) as commit:
-                _clear(target, commit)
+            try:
+                with Commit.begin(storage, {_NOTED: []}) as commit:
+                    _clear(target, commit)
+            except CheckpointExistsError:  # it is whole
+                return False
         else:
             shutil.rmtree(target.parent / f"{target.name}{PARTIAL}", ignore_errors=True)
             begun.remove()
@@ -362,8 +367,13 @@ def _clear(target: Path, commit: Commit) -> None:
     _refuse_existing(target)
     for owner in _left_by_others(storage):
         if owner.save != commit.id:
-            _remove_files(storage, _noted(owner))
+            last = (owner.noted or {}).get(_LAST)
+            is_whole = isinstance(last, str) and storage.version(last) is not None  # killed when only its note was left
+            if not is_whole:
+                _remove_files(storage, _noted(owner))
             storage.delete(NOTE + owner.save)
+            if is_whole:
+                raise _exists(target)
     if storage.is_directory() and any(files_below(target, is_note)):
         raise _exists(target)
 
@@ -388,7 +398,9 @@ class _Making:
         self.last.append(name)
         if name == METADATA_FILE:
             self.commit.publish(content, needed=self.noted, spare=self.finish)
-        elif self.commit.storage.replace_if(name, content, None) is None:
+            return
+        self.commit.say({**(self.commit.owner.noted or {}), _LAST: name})
+        if self.commit.storage.replace_if(name, content, None) is None:
             raise _exists(self.target)
 
     def give_up(self) -> None:

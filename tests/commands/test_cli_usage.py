@@ -115,6 +115,10 @@ def test_launch_explains_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "part.py").write_text("import sys; assert sys.modules['__mp_main__'].__spec__.name == 'part'")
     monkeypatch.syspath_prepend(tmp_path)
     assert in_child(lambda: f"{launch(['-m', 'part'])} {launch(['-m', 'no.such'])}") == "0 2"
+    (tmp_path / "lacks").mkdir()
+    (tmp_path / "lacks" / "__init__.py").write_text("import what_is_not_installed")
+    with pytest.raises(AssertionError, match="No module named 'what_is_not_installed'"):
+        in_child(lambda: launch(["-m", "lacks.part"]))
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["inspect", "x", "--files", "--args"]], ids=" ".join)

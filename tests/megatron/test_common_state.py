@@ -31,6 +31,7 @@ from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.megatron.versions import differences
 from mcore_ckpt.save import transaction
+from mcore_ckpt.save.async_queue import AsyncRequest
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.gloo_ranks import on_ranks
 from tests.support.kept_log import kept_log
@@ -90,10 +91,25 @@ class _Broken(TorchDistSaveStrategy):
     def save(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("before the sharded part")
 
+    def async_save(self, *_: Any, **__: Any) -> AsyncRequest:
+        def ends() -> None:
+            raise RuntimeError("at its end")
+
+        return AsyncRequest(int, (), [ends])
+
 
 def broken_before_the_sharded_part(directory: Path) -> None:
     with pytest.raises(RuntimeError, match="before the sharded part"):
         dist_checkpointing.save(state(2), str(directory), _Broken(options=QUIET))
+
+
+def broken_at_its_end(directory: Path) -> None:
+    queue = AsyncCallsQueue(options=QUIET)
+    strategy = _Broken(options=QUIET)
+    queue.schedule_async_request(dist_checkpointing.save(state(2), str(directory), strategy, async_sharded_save=True))
+    with pytest.raises(SaveError, match="at its end"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
 
 
 def skipped(directory: Path) -> None:
@@ -112,6 +128,7 @@ def without_files(directory: Path) -> None:
     ("attempt", "existing"),
     [
         (broken_before_the_sharded_part, True),
+        (broken_at_its_end, True),
         (skipped, True),
         (without_files, False),
     ],

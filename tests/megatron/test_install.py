@@ -351,7 +351,8 @@ SCRIPT = """
 import atexit, pickle, sys
 import __main__
 import neighbour
-class Here: pass
+class Here: number: int = 1
+assert Here.__annotations__ == {"number": int}
 assert __name__ == "__main__" and __main__.Here is Here
 assert isinstance(pickle.loads(pickle.dumps(Here())), Here)
 assert sys.modules["__mp_main__"].Here is Here, "by that name processes of multiprocessing send one back"

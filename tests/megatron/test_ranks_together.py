@@ -71,6 +71,14 @@ def test_what_one_rank_raises_before_the_first_exchange_all_raise(rank: int, tmp
         check(dist_checkpointing.load(state(0), name), 1)
 
 
+class _Subclass(TorchDistSaveStrategy):
+    pass
+
+
+def _of_a_subclass(**options: Any) -> Any:
+    return _Subclass(options=SaveOptions(**options))
+
+
 @on_ranks(4)
 def test_options_that_differ_between_or_within_groups_are_an_error_on_all_ranks(rank: int, tmp_path: Path) -> None:
     """Some have another value of an option after a save in which all had the same, and after one with that value."""
@@ -79,8 +87,8 @@ def test_options_that_differ_between_or_within_groups_are_an_error_on_all_ranks(
     dist_checkpointing.save(state(1), name, wrapped())
     before = sorted(os.listdir(name))
     dist_checkpointing.save(state(2), between, wrapped(compare_replicas="warn"))
-    for others in ([0], [1], [1, 3]):
-        strategy = wrapped(compare_replicas="warn" if rank in others else "off")
+    for others, made_by in (([0], wrapped), ([1], wrapped), ([1, 3], wrapped), ([1], _of_a_subclass)):
+        strategy = made_by(compare_replicas="warn" if rank in others else "off")
         with pytest.raises(OptionError, match="MCORE_CKPT_COMPARE_REPLICAS alike on all hosts"):
             dist_checkpointing.save(state(2), name, strategy)
     dist.barrier()

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from mcore_ckpt import copy_checkpoint, merge_checkpoints, verify_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.target_directory import remove_begun
@@ -130,6 +132,17 @@ def test_a_target_without_its_tracker_file_gets_it(source: Path, object_director
     assert reshard_checkpoint(source, f"{object_directory.url}/iter_0000007", tp=1, pp=1).resumed
     assert "latest_checkpointed_iteration.txt" in object_directory.names()
     assert not [name for name in object_directory.names() if "incomplete" in name]
+
+
+def test_an_export_that_lacked_the_end_of_its_note_alone_stays(source: Path, object_directory: ObjectDirectory) -> None:
+    with interrupted_at(Commit, "give_up"):
+        export_checkpoint(source, object_directory.url)
+    for again in (partial(export_checkpoint, to="torch"), partial(export_checkpoint, only="*norm*")):
+        before = [name for name in object_directory.names() if "incomplete" not in name]
+        with pytest.raises(CheckpointExistsError):
+            again(source, object_directory.url)
+        assert object_directory.names() == before
+    assert "model.safetensors.index.json" in before
 
 
 @pytest.mark.crash
