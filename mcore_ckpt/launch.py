@@ -9,6 +9,7 @@ would run it; `-m package.module` runs a module. Options come from `MCORE_CKPT_*
 
 from __future__ import annotations
 
+import builtins
 import logging
 import sys
 import types
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import get_importer
 from typing import Any
 
 from mcore_ckpt import __version__
@@ -55,15 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not as_module and target[0] in ("-h", "--help", "--version"):
         print(f"mcore_ckpt {__version__}" if target[0] == "--version" else HELP)  # noqa: T201
         return 0
-    script = Path(target[0])
-    if script.is_dir():
-        script /= "__main__.py"
-    if not as_module and not script.exists():
-        print(f"mcore_ckpt.launch: there is no script '{script}' in {Path.cwd()}", file=sys.stderr)  # noqa: T201
+    script = Path(target[0]).absolute()
+    holder: Any = None if as_module else get_importer(str(script))  # a folder or a zip file, whose `__main__` runs
+    module: ModuleSpec | None = holder and holder.find_spec("__main__")
+    if not as_module and not (module if holder else script.exists()):
+        print(f"mcore_ckpt.launch: there is no script '{script}'{' with __main__' if holder else ''}", file=sys.stderr)  # noqa: T201
         return 2
-    if not as_module and not getattr(sys.flags, "safe_path", False):
+    if not getattr(sys.flags, "safe_path", False):
         # Before install(): a checkout of Megatron-LM next to the script is the Megatron that the script will use.
-        sys.path[0] = str(script.resolve().parent)
+        sys.path[0] = str(Path.cwd() if as_module else script if holder else script.resolve().parent)
     try:
         from mcore_ckpt.megatron.install import announce, install
 
@@ -76,14 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mcore_ckpt.launch: {error}", file=sys.stderr)  # noqa: T201
         return 2
     sys.argv = target
-    if not as_module:
-        path = script.absolute()
-        _run_as_main(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), __file__=str(path))
-    elif (module := _module(target[0])) is None:
-        print(f"mcore_ckpt.launch: there is no module {target[0]!r}", file=sys.stderr)  # noqa: T201
-        return 2
-    else:
+    if as_module:
+        if (module := _module(target[0])) is None:
+            print(f"mcore_ckpt.launch: there is no module {target[0]!r}", file=sys.stderr)  # noqa: T201
+            return 2
         sys.argv[0] = str(module.origin)
+    if module is None:
+        _run_as_main(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), __file__=str(script))
+    else:
         loader: Any = module.loader
         found = {"__file__": module.origin, "__loader__": loader, "__package__": module.parent, "__spec__": module}
         _run_as_main(loader.get_code(module.name), **found)
@@ -92,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _module(name: str) -> ModuleSpec | None:
     """The module of that name, or of a package the one that runs, if it is there and can be run."""
+    if "" in name.split("."):
+        return None
     try:
         spec = find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -123,7 +127,7 @@ def _how_it_saves(words: Sequence[str]) -> str:
 def _run_as_main(code: Any, **given: Any) -> None:
     """Run code as `python` does. `runpy` would take `__main__` away again before the exit handlers run."""
     module = types.ModuleType("__main__")
-    vars(module).update(given, __builtins__=__builtins__)
+    vars(module).update(given, __builtins__=builtins)
     # By the second name started processes send objects of its classes back; multiprocessing has taken the launcher.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     exec(code, vars(module))

@@ -247,6 +247,7 @@ def copy_and_commit(
         copy.send_others(_others(directory, found.data))
         if not copy.is_published:
             copy.publish()
+        (copy.sent.kept if copy.is_published else copy.sent.copied).append(METADATA_FILE)
         copy.replace_and_remove()
     except LoadError:
         found.judged.check()

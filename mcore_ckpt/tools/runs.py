@@ -375,8 +375,8 @@ def copy_into(
             return CopyReport(source, target, found.data, (), 0, 0.0)
         sent = copy_and_commit(given, taken, accepts=accepts, check=check, prepare=prepare)
     assert sent is not None
-    copied, seconds = (*sent.copied, METADATA_FILE), time.monotonic() - started_s
-    return CopyReport(source, target, copied, tuple(sent.kept), sent.nbytes, seconds)
+    seconds = time.monotonic() - started_s
+    return CopyReport(source, target, tuple(sent.copied), tuple(sent.kept), sent.nbytes, seconds)
 
 
 def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -112,9 +113,14 @@ def test_launch_explains_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "saves are synchronous" in in_child(said)
     (tmp_path / "job.py").rename(tmp_path / "__main__.py")
     assert in_child(lambda: str(launch([str(tmp_path)]))) == "0"
+    (tmp_path / "__main__.py").rename(tmp_path / "part.py")
+    assert in_child(lambda: str(launch([str(tmp_path)]))) == "2"
+    with ZipFile(tmp_path / "app.zip", "w") as app:
+        app.writestr("__main__.py", "import sys; sys.path[0].index('app.zip'); __builtins__.len")
+    assert in_child(lambda: str(launch([str(tmp_path / "app.zip")]))) == "0"
     (tmp_path / "part.py").write_text("import sys; assert sys.modules['__mp_main__'].__spec__.name == 'part'")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert in_child(lambda: f"{launch(['-m', 'part'])} {launch(['-m', 'no.such'])}") == "0 2"
+    monkeypatch.chdir(tmp_path)
+    assert in_child(lambda: str([launch(["-m", name]) for name in ("part", "no.such", ".part")])) == "[0, 2, 2]"
     (tmp_path / "lacks").mkdir()
     (tmp_path / "lacks" / "__init__.py").write_text("import what_is_not_installed")
     with pytest.raises(AssertionError, match="No module named 'what_is_not_installed'"):

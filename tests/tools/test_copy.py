@@ -103,7 +103,7 @@ def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path) -> 
     assert [file_on_its_way(Path(name).name) for name in finished] == list(report.kept)
     assert loaded(target) == 1.0
     again = copy_checkpoint(saved, target)
-    assert (again.copied, again.copied_bytes) == ((".metadata",), 0)
+    assert (again.copied, again.copied_bytes) == ((), 0)
 
 
 @pytest.mark.parametrize(("how", "folder"), [("a bit", "."), ("gone", "modelopt_state")])
@@ -297,7 +297,7 @@ def test_other_checkpoints_of_a_run_are_no_part_of_the_copy(saved: Path, tmp_pat
     copy_checkpoint(saved, tmp_path / "run")
     assert loaded(tmp_path / "run") == 1.0
     (tmp_path / "run" / "notes").write_text("of the user")
-    assert copy_checkpoint(saved, tmp_path / "run").copied == (".metadata",)
+    assert copy_checkpoint(saved, tmp_path / "run").copied == ()
 
 
 def test_what_lies_next_to_the_checkpoints_of_a_run_is_named(tmp_path: Path) -> None:
