@@ -380,6 +380,7 @@ def tensor_stats(payloads: StoredPayloads, entry: TensorEntry, values: np.ndarra
     count = zeros = nans = infinities = finite_count = 0
     low: float = math.inf
     high: float = -math.inf
+    base: int | None = None  # from which the average counts: for integers the first batch's lowest, else 0
     average = spread = squares = 0.0  # `spread`: the sum of squares of what differs from the average
     read = (as_numbers(content, entry.dtype) for _, content in SlabReader(payloads).walk(entry))
     for numbers in read if values is None else [values.reshape(-1)]:
@@ -399,13 +400,18 @@ def tensor_stats(payloads: StoredPayloads, entry: TensorEntry, values: np.ndarra
                 low, high = min(low, exact.min().item()), max(high, exact.max().item())
                 with np.errstate(over="ignore", invalid="ignore"):
                     squares += float(np.dot(finite, finite))
+                    start = 0
+                    if exact is batch:  # doubles have not all digits of large integers, but those by which they differ
+                        start = exact.min().item()
+                        finite = (exact - exact.min()).view(f"u{exact.itemsize}").astype(np.float64)
+                    base = start if base is None else base
                     # Merged as Chan, Golub and LeVeque do (1979): squares of large numbers would hide a small spread.
-                    step, apart = float(finite.mean()) - average, finite - finite.mean()
+                    step, apart = start - base + float(finite.mean()) - average, finite - finite.mean()
                     spread += float(np.dot(apart, apart)) + step * ((finite_count - finite.size) * share) * step
                     average += step * share
     if not finite_count:
         return Stats(count, None, None, None, None, None, zeros, nans, infinities)
-    derived = (average, math.sqrt(spread / finite_count), math.sqrt(squares))
+    derived = ((base or 0) + average, math.sqrt(spread / finite_count), math.sqrt(squares))
     mean, std, norm = (value if math.isfinite(value) else None for value in derived)
     return Stats(count, low, high, mean, std, norm, zeros, nans, infinities)
 
