@@ -87,6 +87,8 @@ def advice(code: int | None, what: Literal["save", "read"] = "read") -> str:
         return "files are never overwritten: save under another name, or delete it first"
     if code == errno.ENOTDIR:
         return "a file is where a directory has to be: name another path"
+    if code == errno.EISDIR:
+        return f"a directory is where a file has to be: remove it, then {what} again"
     if code in (errno.EREMOTEIO, errno.ETIMEDOUT):
         return f"check the store and the network to it, then {what} again"
     if code == errno.ESTALE:

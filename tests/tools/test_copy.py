@@ -340,6 +340,8 @@ def test_another_checkpoint_with_the_same_index_is_not_replaced(tmp_path: Path) 
 def test_a_file_in_the_way_is_not_the_fault_of_a_device(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "a file is where a directory has to be: name another path" in refusal_of("copy", saved, tmp_path / "file")
+    (tmp_path / "folder" / data_file(saved).name).mkdir(parents=True)
+    assert "a directory is where a file has to be: remove it" in refusal_of("copy", saved, tmp_path / "folder")
 
 
 @pytest.mark.parametrize("content", [None, "", '{"sharded_backend": "zarr", "sharded_backend_version": 1}'])
