@@ -90,6 +90,8 @@ class Team:
 
     def end(self, what: str, fn: Callable[[], T]) -> T:
         """As `run`, but each rank gets its own value, and the first keeps it if another rank ends without a word."""
+        if self._group is not None and self._group.has_lost_contact:  # the others wait where it was, until this ends
+            return fn()
         own: list[T] = []
         try:
             self.run(what, lambda: own.append(fn()))
