@@ -130,7 +130,7 @@ class MegatronLoad:
     asks_for_buckets: bool = False  # a rank asks for the state of a distributed optimizer
     directory: Path = Path()  # what is read
     version: tuple[int, ...] = ()  # its version of `.metadata`
-    common: Identity | None = None  # which save the common state was read of; None before
+    common: Mapping[Path, Identity] = field(default_factory=dict)  # of which save it was read, by directory
     reader: CheckpointReader | None = None  # what has decoded the index for that
     filled_by: CheckpointReader | None = None  # by this a strategy of this package reads; None: another strategy loads
     buckets: BucketedParameters | None = None  # reads parameters of flat buckets, if the model is divided otherwise
@@ -437,10 +437,10 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
     return () if found is None else tuple(found)
 
 
-def note_common(source: Identity, reader: CheckpointReader | None = None) -> None:
-    """The common state was read, by that reader if the index was decoded, and is of that save."""
+def note_common(directory: Path, source: Identity, reader: CheckpointReader | None = None) -> None:
+    """The common state of a directory was read, by that reader if the index was decoded, and is of that save."""
     if (call := current_load()) is not None:
-        call.common, call.reader = source, reader or call.reader
+        call.common, call.reader = {**call.common, directory.absolute(): source}, reader or call.reader
 
 
 def opened_reader(directory: Path, options: LoadOptions, known: CheckpointReader | None = None) -> CheckpointReader:
@@ -462,8 +462,8 @@ def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> N
     if call is None:
         if index.manifest is not None and COMMON_FILE in index.manifest.files:
             read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
-    elif call.common is not None and call.common != source:
-        said = f"the common state was read of {_shown(call.common)}, the tensors of {_shown(source)}"
+    elif (common := call.common.get(directory.absolute(), source)) != source:
+        said = f"the common state was read of {_shown(common)}, the tensors of {_shown(source)}"
         raise replaced_error(directory, said)
 
 

@@ -240,27 +240,25 @@ def certify(
     group = coordination_group(process_group)
     is_resume = reader is not None  # which has found out how its load divides the model
 
-    def open_it() -> tuple[CheckpointReader, tuple[int, ...]]:
+    def open_it() -> tuple[CheckpointReader, tuple[int, ...], LoadOptions]:
         path = checkpoint_path(checkpoint_dir) if reader is None else reader.path
         version = metadata_version(path)  # ahead of the index
-        return reader or CheckpointReader(path, options=options), version
-
-    def asked() -> set[str]:
-        return {str((options or opened.value()[0].options).certify)}
+        opened = reader or CheckpointReader(path, options=options)
+        return opened, version, options or opened.options
 
     opened = Outcome.of(open_it)
-    said = group.run_merged(_WHAT, asked, operator.or_, sorted, wrap=LoadError)
+    said = group.run_merged(_WHAT, lambda: {str(opened.value()[2].certify)}, operator.or_, sorted, wrap=LoadError)
     if len(said) > 1:
         raise OptionError(f"certify: expected one value on all ranks, got {' and '.join(said)}")
-    reader, version = opened.value()
-    directory, options = reader.path, options or reader.options
+    reader, version, options = opened.value()
+    directory = reader.path
     if options.certify == "off":
         return Certificate(directory.name, 0, 0, group.size)
     comparison = _Comparison(reader, version, options, group.rank)
     with storage_at(directory).in_use(METADATA_FILE):
         if not is_resume:
             call = MegatronLoad(options, process_group, group, directory=directory, reader=reader)
-            sharded_state_dict = _under_this_division(sharded_state_dict, call, reader.index, group)
+            sharded_state_dict = _under_this_division(sharded_state_dict, call, reader, group)
             reader.parameters, handed_out = call.buckets, handed_out or call.change_common
         compare = partial(comparison.of_one_save, comparison.compare, sharded_state_dict, optimizer, handed_out)
         found = group.run_merged(_WHAT, compare, _Found.merged, lambda both: both, wrap=LoadError)
@@ -278,7 +276,7 @@ def certify(
     return certificate
 
 
-def _under_this_division(state: Any, call: MegatronLoad, index: CheckpointIndex, group: RankGroup) -> Any:
+def _under_this_division(state: Any, call: MegatronLoad, reader: CheckpointReader, group: RankGroup) -> Any:
     """The state dict as a load of that checkpoint would ask for it; the call gets what that load would need. One of DCP
     comes as shards.
     """
@@ -287,6 +285,7 @@ def _under_this_division(state: Any, call: MegatronLoad, index: CheckpointIndex,
 
     def make() -> tuple[bool, dict[str, int]]:
         nonlocal made
+        _ = reader.index  # which this rank alone may be unable to read
         made = state() if callable(state) else state
         if isinstance(made, dict) and next(leaves(made), None) is None:
             values = {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in made.items()}
@@ -301,7 +300,7 @@ def _under_this_division(state: Any, call: MegatronLoad, index: CheckpointIndex,
     if has_buckets:
         with in_progress(call):
             return under_this_division(made, call)
-    if of_dcp.keys().isdisjoint([*index.tensors, *index.objects]):
+    if of_dcp.keys().isdisjoint([*reader.index.tensors, *reader.index.objects]):
         return made
     return [_shard_of(key, one, group.rank - first.get(key, group.rank)) for key, one in of_dcp.items()]
 

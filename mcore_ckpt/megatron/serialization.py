@@ -213,7 +213,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
             file = common_file_in_force(storage, reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = common_object(reader)
-                note_common(identity_of(manifest, version), reader)
+                note_common(directory, identity_of(manifest, version), reader)
                 return stored
     if file is None:
         is_lost = manifest is not None and COMMON_FILE in manifest.files
@@ -226,7 +226,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
     loaded = load_object(
         read_common_file(storage, file, manifest), options.allowed_classes, where=str(directory / file)
     )
-    note_common(identity_of(manifest, version))
+    note_common(directory, identity_of(manifest, version))
     return _without_leaked_state(loaded)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, SaveError, describe, remote_cause
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import (
@@ -154,7 +154,8 @@ class AsyncCallsQueue:
         async_calls: requests that are not finalized yet.
         call_idx: number of the last request.
         persistent, persistent_caller: for the sake of Megatron's; every function of others runs in a forked child.
-        failures: what requests have failed with, the same on every rank; their callbacks were not run.
+        failures: what requests have failed with, the same on every rank; their callbacks were not run. Of those that
+            were warned of, tracebacks are text, under `__cause__`.
         skipped: how many saves were skipped; nor were theirs.
     """
 
@@ -335,6 +336,9 @@ class AsyncCallsQueue:
         policy = next((save.on_failure for save in active.saves), self._options.on_failure)
         if policy == "raise":
             raise error
+        # Text in the place of frames, which hold what was to be saved.
+        error.__cause__, error.__context__ = remote_cause(describe(error)), None
+        error.__traceback__ = None
         _logger.error(
             "%s failed (failure %d of this queue) and training goes on, as on_failure='warn' asks: %s",
             active.what,

@@ -1,5 +1,6 @@
 """A certificate compares what a job is when it resumes with what was saved, and names what differs."""
 
+import itertools
 import logging
 import random
 import re
@@ -264,8 +265,9 @@ def test_all_ranks_are_told_which_one_differs(rank: int, tmp_path: Path) -> None
             certify(wrong, path, options=RAISE)
         with pytest.raises(OptionError, match="got raise and warn"):
             certify(replicas(), path, options=RAISE if rank else WARN)
-        with pytest.raises((LoadError, OptionError), match="path is empty"):
-            certify(replicas(), "" if rank else path)
+        for wrong_path, options in itertools.product(("", path / "none"), (None, WARN)):
+            with pytest.raises((LoadError, OptionError), match=r"rank 1 of 2: .*(path is empty|no such directory)"):
+                certify(replicas(), wrong_path if rank else path, options=options)
     assert lines == [f"resumed from {path.name} as saved: 3 tensors, 1 objects, 2 ranks"] * (rank == 0)
 
 

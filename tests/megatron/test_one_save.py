@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
 
@@ -14,6 +15,7 @@ from mcore_ckpt.load import reader
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron import strategy as strategies
+from mcore_ckpt.megatron.calls import MegatronResume, in_progress
 from mcore_ckpt.megatron.versions import differences
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.gloo_ranks import made, on_ranks
@@ -30,7 +32,7 @@ def two_saves(directory: Path) -> tuple[Path, Callable[[], None]]:
     def replace() -> None:
         if dist.get_rank() == 0:
             named.rename(directory / "old")
-            other.rename(named)
+            named.symlink_to(other)
 
     return named, replace
 
@@ -103,6 +105,29 @@ def test_what_is_replaced_under_a_load_is_not_damaged(rank: int, tmp_path: Path)
     named, replace = two_saves(run)
     said = refused(named, (CheckpointReader, "read_items", replaced_first(replace, CheckpointReader.read_items)))
     assert "was replaced by another save while it was loaded" in said
+
+
+@on_ranks(2)
+def test_a_strategy_loads_a_part_from_another_checkpoint(rank: int, tmp_path: Path) -> None:
+    """As a base under an adapter. The certificate of the resume is of the checkpoint that was named."""
+    dist_checkpointing = installed()
+    base, adapter = (made(tmp_path / name) for name in ("base", "adapter"))
+    for path, fill in ((base, 1), (adapter, 2)):
+        dist_checkpointing.save(state(fill), path)
+
+    class OfTwo(TorchDistLoadStrategy):
+        def load(self, wanted: Any, path: Any, *args: Any, **others: Any) -> Any:
+            of_base = {"shard": wanted.pop("shard")}
+            assert dist_checkpointing.load_common_state_dict(base)["common"] == {"iteration": 1}
+            return {**super().load(wanted, path, *args, **others), **super().load(of_base, base, *args, **others)}
+
+    with in_progress(MegatronResume()) as resume:
+        loaded = dist_checkpointing.load(state(0), adapter, OfTwo())
+    assert torch.equal(loaded.pop("shard"), state(1)["shard"].data)
+    check({**loaded, "shard": state(2)["shard"].data}, 2)
+    assert resume.load is not None
+    assert resume.load.filled_by is not None
+    assert str(resume.load.filled_by.path) == adapter
 
 
 @on_ranks(1)

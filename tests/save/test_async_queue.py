@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.jobs import Job
 from mcore_ckpt.save.transaction import SaveTransaction
@@ -41,7 +43,7 @@ class _Save(SaveTransaction):
 
     def __init__(
         self,
-        error: Exception | None = None,
+        error: BaseException | None = None,
         *,
         done: bool = True,
         skipped: bool = False,
@@ -95,6 +97,27 @@ def test_callbacks_moved_to_the_next_request_go_with_their_save(outcome: str) ->
     assert queue.get_num_unfinalized_calls() == 0
     assert (save.committed, log) == (0, [])
     assert len(queue.failures) == (outcome == "failed"), "one failure is reported once"
+
+
+def _stage(state: torch.Tensor) -> None:
+    try:
+        _misbehave("raise")
+    except OSError as error:
+        raise SaveError(f"{len(state)} elements could not be staged") from error
+
+
+def test_a_failure_that_is_warned_of_keeps_nothing_of_the_save() -> None:
+    queue, state = AsyncCallsQueue(), torch.ones(5)
+    queue.schedule_async_request(_request(_Save(Outcome.of(partial(_stage, state)).error, on_failure="warn"), []))
+    kept = weakref.ref(state)
+    del state
+    assert queue.maybe_finalize_async_calls() == []
+    assert kept() is None
+    (error,) = queue.failures
+    assert str(error) == "5 elements could not be staged"
+    assert isinstance(error.__cause__, OSError)
+    assert error.__cause__.errno == 28
+    assert "in _misbehave" in str(error.__cause__.__cause__)
 
 
 def test_close_deals_with_every_request_and_raises_the_first_failure() -> None:
