@@ -30,6 +30,7 @@ def two_saves(directory: Path) -> tuple[Path, Callable[[], None]]:
     dist.barrier()
 
     def replace() -> None:
+        installed().load_common_state_dict(str(other))  # a look at another checkpoint, which changes nothing
         if dist.get_rank() == 0:
             named.rename(directory / "old")
             named.symlink_to(other)
@@ -118,7 +119,6 @@ def test_a_strategy_loads_a_part_from_another_checkpoint(rank: int, tmp_path: Pa
     class OfTwo(TorchDistLoadStrategy):
         def load(self, wanted: Any, path: Any, *args: Any, **others: Any) -> Any:
             of_base = {"shard": wanted.pop("shard")}
-            assert dist_checkpointing.load_common_state_dict(base)["common"] == {"iteration": 1}
             return {**super().load(wanted, path, *args, **others), **super().load(of_base, base, *args, **others)}
 
     with in_progress(MegatronResume()) as resume:
