@@ -55,7 +55,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError, PlanErro
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import own_rank, without_modes
-from mcore_ckpt.directory.commit import Commit, begun_ahead, check_files, discard, open_target
+from mcore_ckpt.directory.commit import Commit, check_files, discard, open_target
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.format.index import (
     CheckpointIndex,
@@ -331,7 +331,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             earlier = _unfinished.get(save.storage.location)
             if earlier is not None and earlier.is_over():
                 earlier.give_up()
-            save.target = open_target(save.storage, self.options, begun_ahead(save.storage))
+            save.target = open_target(save.storage, self.options)
             save.save_id = save.target.save_id
             _unfinished[save.storage.location] = save
         return plan

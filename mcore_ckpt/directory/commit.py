@@ -318,6 +318,7 @@ class Commit:
         self.is_undecided = False  # `publish` has failed, and it may come into force all the same
         self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
         self.is_over = False  # it was published, given up or lost, or leaves its note to the next save
+        self.was_given_up = False
         self._seen: list[str] | None = None  # in a store, what was listed before `publish`
         self._shared: dict[str, FileVersion | None] = {}  # in a store, those of `_SHARED` before it
         self._own: Identity | None = None  # in a file system: what its `.metadata` is
@@ -437,7 +438,7 @@ class Commit:
         """Remove what this save has next to its data files. Nothing after `publish`, and in a forked process."""
         if self.is_over or self.owner.pid != os.getpid():
             return
-        self.is_over = True
+        self.is_over = self.was_given_up = True
         for name in filter(None, (self._note, self.pending)):
             try:
                 self.storage.delete(name)
@@ -781,13 +782,16 @@ def common_file_in_force(storage: Storage, index: CheckpointIndex) -> str | None
 # --- around the commit ------------------------------------------------------------------------------------------------
 
 
-def open_target(storage: Storage, options: SaveOptions, commit: Commit | None = None) -> Commit:
+def open_target(storage: Storage, options: SaveOptions, earlier: Commit | None = None) -> Commit:
     """Begin a save into a directory, on the coordinator, or continue one that has begun with its common state.
-    Raises `CheckpointExistsError`, or `SaveError`.
+    `earlier`: of the same call; where it was given up, its common state is saved again. Raises `CheckpointExistsError`,
+    or `SaveError`.
     """
-    if commit is None or commit.is_over:
+    if (commit := begun_ahead(storage)) is None:
         storage.ensure()
-        commit = Commit.begin(storage)
+        if earlier is not None and not (earlier.was_given_up and earlier.storage.location == storage.location):
+            earlier = None
+        commit = Commit.begin(storage, common=None if earlier is None else earlier.common)
     commit.storage, commit.has_opened = storage, True  # with the deadlines of this save
     if commit.base is not None and options.on_existing == "error":
         commit.give_up()
@@ -801,10 +805,10 @@ def open_target(storage: Storage, options: SaveOptions, commit: Commit | None = 
 
 def begun_ahead(storage: Storage) -> Commit | None:
     """The save of this process into a directory that has begun with its common state, and whose data are to come: by
-    another strategy of Megatron's, whose writer is told nothing of it.
+    whatever strategy, in whatever thread.
     """
-    saves = [one for one in tuple(at_work.values()) if one.storage.location == storage.location]
-    return next((one for one in saves if one.common is not None and not one.has_opened), None)
+    saves = [one for one in tuple(at_work.values()) if not (one.is_over or one.has_opened or one.common is None)]
+    return next((one for one in saves if one.storage.location == storage.location), None)
 
 
 def discard(storage: Storage, files: Iterable[str]) -> None:
@@ -869,11 +873,20 @@ def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = 
 
 def write_config(storage: Storage, content: bytes, commit: Commit | None) -> bool:
     """Write `metadata.json` of the checkpoint that `commit` has published; False if another save has replaced it. None:
-    it is not known who has published.
+    it is not known who has published. Raises `SaveError`, if `commit` has failed and others have put tensors there.
     """
-    if commit is not None and not commit.is_over:  # another strategy has: the common state comes next to that
-        commit.place_common()
+    if (ahead := begun_ahead(storage)) is not None:  # another strategy has published: the common state comes next to it
+        ahead.place_common()
         commit = None
+    elif commit is not None and not commit.is_over:  # it comes later
+        commit = None
+    elif commit is not None and commit.was_given_up and commit.common is not None:
+        if identity_in_force(storage) != commit.base:
+            raise SaveError(
+                f"{storage}: this save failed in its strategy, which went on, and its common state is not there; the "
+                f"{METADATA_FILE} that is there now is of another save. Save again"
+            )
+        return False
     has_config, is_published = run_concurrently(
         storage.asks_at_once,
         partial(_has_config, storage, content),

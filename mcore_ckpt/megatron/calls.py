@@ -79,7 +79,6 @@ class MegatronSave:
     distribution: Any = None  # the answer to Megatron's wrapper, by which rank each shard is saved; None: it finds out
     late_error: Exception | None = None  # of `metadata.json`, by the first rank; it is raised on all ranks afterwards
     location: str = ""  # of the directory; none in a callback
-    alike: Mapping[str, str] = field(default_factory=dict)  # settings that all ranks must have alike, by name
     transaction: SaveTransaction | None = None  # once this package's strategy has begun it
     commit: Commit | None = None  # on the first rank, once the directory is locked
     has_come: bool = False  # to an exchange of all ranks, in which they are told what fails on one
@@ -292,11 +291,8 @@ def one_save(strategy: Any, strategy_class: type, location: str) -> Iterator[Meg
     is_first = differences().common_state_is_an_object and dist.is_initialized()
     meets_in, strategy = wrapper_group(strategy) if is_first else None, unwrapped(strategy)
     is_validated = strategy is None or type(strategy) is strategy_class
-    options = getattr(strategy, "options", None)
     call = MegatronSave(is_validated, location=location)
     call.meets_in = meets_in if is_validated else None
-    if strategy is None or isinstance(options, SaveOptions):  # ranks exchange or compare other things by other values
-        call.alike = {"compare_replicas": (options or SaveOptions.from_environment()).compare_replicas}
     with in_progress(call):
         try:
             yield call
@@ -305,18 +301,12 @@ def one_save(strategy: Any, strategy_class: type, location: str) -> Iterator[Meg
             raise
 
 
-def save_group(process_group: Any = None) -> RankGroup:
-    """The ranks of a process group (None: all) in the save in progress."""
-    call = current_save()
-    return coordination_group(process_group, **({} if call is None else call.alike))
-
-
 def wrapper_group(wrapper: Any) -> Callable[[], RankGroup] | None:
     """The ranks over which a fully parallel wrapper distributes saves of this package, if there are several."""
     if not isinstance(getattr(getattr(wrapper, "base_strategy", None), "options", None), SaveOptions):
         return None
     group = wrapper.parallelization_group
-    return None if dist.get_world_size(group) == 1 else functools.partial(save_group, group)
+    return None if dist.get_world_size(group) == 1 else functools.partial(coordination_group, group)
 
 
 def noted_validation() -> Validation | None:

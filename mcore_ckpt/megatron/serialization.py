@@ -79,7 +79,6 @@ from mcore_ckpt.megatron.calls import (
     note_common,
     one_save,
     opened_reader,
-    save_group,
     unwrapped,
 )
 from mcore_ckpt.megatron.versions import megatron_module, patches
@@ -135,14 +134,15 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
         warn_of_refused(COMMON_FILE, content.getvalue())
         storage.ensure()
         commit = Commit.begin(storage, common=content.getvalue())
-        if call is None:
+        if call is None or call.location != storage.location:
             commit.place_common()
         else:
             call.commit = commit
 
     if call is not None:
         call.has_come = True
-    save_group().run_merged("write the common state", lambda: None, lambda first, _: first, write, wrap=SaveError)
+    group = coordination_group()
+    group.run_merged("write the common state", lambda: None, lambda first, _: first, write, wrap=SaveError)
 
 
 def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:

@@ -48,7 +48,6 @@ from mcore_ckpt.megatron.calls import (
     identity_of,
     noted_validation,
     opened_reader,
-    save_group,
 )
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.megatron.versions import (
@@ -198,13 +197,15 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
             validation=noted_validation(),
             layout=parallel_layout,
             has_common_file=not differences().common_state_is_an_object,
-            commit=None if call is None else call.commit,
+            earlier=None if call is None else call.commit,
         )
-        transaction = begin_save(sharded_state_dict, request, save_group(), self._structure)
+        # Ranks exchange or compare other things by other values.
+        group = coordination_group(compare_replicas=self.options.compare_replicas)
+        transaction = begin_save(sharded_state_dict, request, group, self._structure)
         try:
-            if call is not None:
-                call.transaction, call.commit = transaction, transaction.directory.target
             if not transaction.skipped:
+                if call is not None and call.location == transaction.directory.storage.location:
+                    call.transaction, call.commit = transaction, transaction.directory.target
                 self.validated_cache_reuse = transaction.plan.reused
             yield transaction
         except BaseException:

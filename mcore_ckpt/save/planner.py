@@ -409,7 +409,7 @@ class SaveRequest:
     validation: Validation | None = None  # what is to be checked besides the plan
     layout: Callable[[], str] = str  # of the job, as text: where it is the same, ranks of the same number hold the same
     has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
-    commit: Commit | None = None  # on the coordinator, if it has begun with that file
+    earlier: Commit | None = None  # on the coordinator: of the same call, begun with that file
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from mcore_ckpt.core.console import counted, line_level, logger_of
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.process import Outcome, collector_paused, run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
-from mcore_ckpt.directory.commit import NOTE, check_files, discard, open_target, sum_of_file
+from mcore_ckpt.directory.commit import NOTE, Commit, begun_ahead, check_files, discard, open_target, sum_of_file
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
@@ -159,11 +159,12 @@ class SaveDirectory:
     def __init__(self, request: SaveRequest) -> None:
         self.path = request.directory.absolute()
         self.storage: Storage  # once it is found
-        self.target = request.commit  # on the coordinator, once it is open
+        self.target: Commit | None = None  # on the coordinator, once it is open
         self.places: list[str] = []  # where each rank writes, if there is a second tier
         self.is_divided = False  # those are several: directories of this path on disks of the nodes
         self._common: ManifestFile | None = None  # what it was when it was opened
         self._options = request.options
+        self._earlier = request.earlier
 
     def meet(self, group: RankGroup, save_id: bytes) -> None:
         """All ranks, with a second tier: find out who writes to one place; the first rank of each locks it."""
@@ -186,7 +187,7 @@ class SaveDirectory:
 
     def open(self) -> bytes:
         """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
-        self.target = target = open_target(self.storage, self._options, self.target)
+        self.target = target = open_target(self.storage, self._options, self._earlier)
         if not self.storage.is_store:  # in a file system stock may have written it already
             self._common = target.common_file or sum_of_file(self.storage, target.save_id)
         return target.save_id
@@ -214,6 +215,8 @@ class SaveDirectory:
 
     def abandon(self) -> None:
         """Put the directory back as it was before; the files of the save have been removed."""
+        if self.target is None and hasattr(self, "storage"):
+            self.target = begun_ahead(self.storage)
         if self.target is not None:
             self.target.give_up()
 

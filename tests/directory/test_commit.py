@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import LoadError, SaveError, SaveOptions
+from mcore_ckpt import LoadError, SaveError
 from mcore_ckpt.directory import commit as commit_module
 from mcore_ckpt.directory.commit import (
     CLAIM,
@@ -22,7 +22,6 @@ from mcore_ckpt.directory.commit import (
     Owner,
     discard,
     identity_in_force,
-    open_target,
     remove_tensors,
     seems_gone,
 )
@@ -39,8 +38,6 @@ from tests.support.local_files import names
 from tests.support.meanwhile import ahead_of, once
 from tests.support.processes import exit_code, fork, in_child
 
-OPTIONS = SaveOptions()
-
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +48,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 def save_on(storage: Any, common: bytes) -> str:
     """A complete save; gives up as a job does, if it fails. Returns the name of its data file."""
     storage.ensure()
-    target = open_target(storage, OPTIONS, Commit.begin(storage, common=common))
+    target = Commit.begin(storage, common=common)
     name = file_of(target)
     try:
         writer = storage.open_writer(name, 4)

@@ -40,7 +40,7 @@ def common(iteration: int) -> dict[str, Any]:
 def save(directory: Path, iteration: int) -> Path:
     directory.mkdir(exist_ok=True)
     state = {"a": torch.full((20, 3), float(iteration)), "b": torch.ones(5)}
-    with in_progress(MegatronSave()):  # as a strategy of Megatron's does
+    with in_progress(MegatronSave(location=str(directory))):  # as a strategy of Megatron's does
         save_common(common(iteration), directory)
         dcp.save(state, storage_writer=FileSystemWriterAsync(directory), no_dist=True)
     (directory / CONFIG_FILE).write_bytes(encode_config())

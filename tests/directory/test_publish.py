@@ -55,8 +55,7 @@ def save(path: Path, common: bytes | None = b"common") -> str:
 def begin(path: Path, common: bytes | None = None) -> tuple[Commit, str]:
     """A save that has written its data file and not published."""
     storage = LocalStorage(path)
-    begun = None if common is None else Commit.begin(storage, common=common)
-    commit = open_target(storage, OPTIONS, begun)
+    commit = open_target(storage, OPTIONS) if common is None else Commit.begin(storage, common=common)
     name = file_of(commit)
     (path / name).write_bytes(b"data")
     return commit, name
@@ -79,10 +78,11 @@ def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> No
     save(tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     storage = LocalStorage(tmp_path)
-    begun = Commit.begin(storage, common=b"of the save that is refused") if reserved else None
+    kept = [Commit.begin(storage, common=b"of the save that is refused")] if reserved else []
     # The directory is named as its user knows it, not as a class of ours.
     with pytest.raises(CheckpointExistsError, match=rf"^{re.escape(str(tmp_path))}: .* and on_existing"):
-        open_target(storage, SaveOptions(on_existing="error"), begun)
+        open_target(storage, SaveOptions(on_existing="error"))
+    assert all(commit.is_over for commit in kept)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint import FileSystemWriter
 
 import mcore_ckpt
 from mcore_ckpt import (
@@ -87,6 +89,90 @@ def test_a_save_that_is_refused_has_not_touched_the_common_state_of_the_one_in_p
     assert_holds(directory, 1)
 
 
+class _Later(TorchDistSaveStrategy):
+    """A user's, whose saves are finalized by a queue of its own."""
+
+    queue: AsyncCallsQueue
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        self.queue.schedule_async_request(self.async_save(*args, **kwargs))
+
+
+@launched
+def test_a_save_that_a_strategy_finalizes_later_has_its_common_state_with_its_tensors(directory: Path) -> None:
+    dist_checkpointing.save(state(1), str(directory))
+    strategy = _Later(options=QUIET)
+    strategy.queue = AsyncCallsQueue(options=QUIET)
+    dist_checkpointing.save(state(2), str(directory), strategy)
+    assert_holds(directory, 1)
+    strategy.queue.maybe_finalize_async_calls(blocking=True)
+    strategy.queue.close()
+    assert_holds(directory, 2)
+
+
+class _Averaged(TorchDistSaveStrategy):
+    """A user's, which saves averaged weights next to each checkpoint, and publishes them first or last."""
+
+    is_first = False
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *others: Any) -> AsyncRequest:
+        weights, place = ShardedTensor.from_rank_offsets("w", torch.ones(3)), Path(f"{checkpoint_dir}/averaged")
+        averaged = super().async_save({"w": weights}, place, *others)
+        request = super().async_save(sharded_state_dict, checkpoint_dir, *others)
+        request.finalize_fns[0 if self.is_first else 1 : 0] = averaged.finalize_fns
+        return request
+
+
+@launched
+def test_a_save_within_the_same_call_into_another_directory_is_one_of_its_own(directory: Path) -> None:
+    queue, strategy = AsyncCallsQueue(options=QUIET), _Averaged(options=QUIET)
+    for value in range(4):
+        strategy.is_first = value % 2 == 0
+        queue.schedule_async_request(
+            dist_checkpointing.save(state(value), str(directory), strategy, async_sharded_save=True)
+        )
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert_holds(directory, value)
+        assert read_index(directory / "averaged").tensors["w"].shape == (3,)
+    queue.close()
+
+
+class _InThread(TorchDistSaveStrategy):
+    """A user's, which looks after its saves."""
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(super().save, *args, **kwargs).result(60)
+
+
+class _Again(TorchDistSaveStrategy):
+    """A user's, which saves a second time where that failed: by this package, or by torch's own writer."""
+
+    by_torch = False
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *others: Any) -> None:
+        failing = mock.patch.object(transaction, "write_in_process", side_effect=SaveError("for a test"))
+        with failing, pytest.raises(SaveError, match="for a test"):
+            super().save(sharded_state_dict, checkpoint_dir, *others)
+        if not self.by_torch:
+            return super().save(sharded_state_dict, checkpoint_dir, *others)
+        own = FileSystemWriter(str(checkpoint_dir))
+        return torch.distributed.checkpoint.save({"w": sharded_state_dict["w"].data}, storage_writer=own)
+
+
+@launched
+def test_a_save_in_another_thread_or_again_has_the_common_state_of_its_call(directory: Path) -> None:
+    for value, strategy in enumerate((_InThread(options=QUIET), _Again(options=QUIET)) * 2):
+        dist_checkpointing.save(state(value), str(directory), strategy)
+        assert_holds(directory, value)
+    again = _Again(options=QUIET)
+    again.by_torch = True
+    if IN_DATA_FILES:  # of which torch alone knows nothing
+        return
+    with pytest.raises(SaveError, match="its common state is not there"):
+        dist_checkpointing.save(state(9), str(directory), again)
+
+
 class _Broken(TorchDistSaveStrategy):
     def save(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("before the sharded part")
@@ -103,13 +189,14 @@ def broken_before_the_sharded_part(directory: Path) -> None:
         dist_checkpointing.save(state(2), str(directory), _Broken(options=QUIET))
 
 
-def broken_at_its_end(directory: Path) -> None:
+def broken_at_its_end(directory: Path) -> object:
     queue = AsyncCallsQueue(options=QUIET)
     strategy = _Broken(options=QUIET)
     queue.schedule_async_request(dist_checkpointing.save(state(2), str(directory), strategy, async_sharded_save=True))
-    with pytest.raises(SaveError, match="at its end"):
+    with pytest.raises(SaveError, match="at its end") as raised:
         queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
+    return raised
 
 
 def skipped(directory: Path) -> None:
@@ -135,19 +222,20 @@ def without_files(directory: Path) -> None:
 )
 @forked
 def test_a_save_that_does_not_come_about_leaves_no_common_state(
-    attempt: Callable[[Path], None], existing: bool
+    attempt: Callable[[Path], object], existing: bool
 ) -> None:
     with launch() as directory:
         if existing:
             dist_checkpointing.save(state(1), str(directory))
         before = sorted(os.listdir(directory))
-        attempt(directory)
+        kept = attempt(directory)
         names = sorted(os.listdir(directory))
         assert common_files(directory) == [name for name in before if name.startswith("common.pt")]
         assert [name for name in names if not name.startswith(".mcore_ckpt_incomplete")] == before
         in_child(lambda: Commit.begin(LocalStorage(directory)).give_up())  # it is free, for another job, too
         dist_checkpointing.save(state(3), str(directory))
         assert_holds(directory, 3)
+        del kept  # until here, as a job may keep an error with all that this refers to
 
 
 @pytest.mark.skipif(IN_DATA_FILES, reason="there it is bound as all data is")

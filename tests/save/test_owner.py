@@ -165,7 +165,7 @@ def test_a_job_that_was_stopped_does_not_write_its_config_over_that_of_the_one_a
     """It has published, and is held up before it writes `metadata.json`."""
 
     def saves(value: int, said: str, ahead_of_the_config: Callable[[], None]) -> None:
-        with in_progress(MegatronSave()):
+        with in_progress(MegatronSave(location=str(tmp_path))):
             strategy().save(state(value), tmp_path)
             ahead_of_the_config()
             serialization.save_config(Config(said), tmp_path)
