@@ -58,6 +58,7 @@ import os
 import platform
 import re
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -262,6 +263,12 @@ def refuse_others(storage: Storage, own: Owner, names: Iterable[str]) -> None:
             continue
         state = owner.process_state()
         if state == "alive" and owner.pid == os.getpid():
+            held = at_work.get(owner.save)
+            if held is not None and not held.has_opened and held.thread is not threading.current_thread():
+                raise SaveError(
+                    f"{storage}: a save has begun here in another thread. A strategy has to save in the thread in "
+                    "which Megatron calls it"
+                )
             raise SaveError(
                 f"{storage}: an earlier save into this directory is not finalized yet;"
                 " call maybe_finalize_async_calls(blocking=True) before saving there again"
@@ -314,6 +321,7 @@ class Commit:
         self.common = common  # the new common state, if that is a file
         self._note = NOTE + owner.save
         self.pending: str | None = None  # under which the new common state waits for the commit, once it does
+        self.thread = threading.current_thread()  # which has begun it
         self.has_opened = False  # files of its data may be written
         self.is_undecided = False  # `publish` has failed, and it may come into force all the same
         self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
@@ -784,14 +792,15 @@ def common_file_in_force(storage: Storage, index: CheckpointIndex) -> str | None
 
 def open_target(storage: Storage, options: SaveOptions, earlier: Commit | None = None) -> Commit:
     """Begin a save into a directory, on the coordinator, or continue one that has begun with its common state.
-    `earlier`: of the same call; where it was given up, its common state is saved again. Raises `CheckpointExistsError`,
+    `earlier`: of the same call; where it has failed, its common state is saved again. Raises `CheckpointExistsError`,
     or `SaveError`.
     """
     if (commit := begun_ahead(storage)) is None:
         storage.ensure()
-        if earlier is not None and not (earlier.was_given_up and earlier.storage.location == storage.location):
-            earlier = None
-        commit = Commit.begin(storage, common=None if earlier is None else earlier.common)
+        common = None
+        if earlier is not None and earlier.storage.location == storage.location:
+            common = earlier.common if earlier.was_given_up or earlier.is_undecided else None
+        commit = Commit.begin(storage, common=common)
     commit.storage, commit.has_opened = storage, True  # with the deadlines of this save
     if commit.base is not None and options.on_existing == "error":
         commit.give_up()
@@ -804,11 +813,16 @@ def open_target(storage: Storage, options: SaveOptions, earlier: Commit | None =
 
 
 def begun_ahead(storage: Storage) -> Commit | None:
-    """The save of this process into a directory that has begun with its common state, and whose data are to come: by
-    whatever strategy, in whatever thread.
+    """The save into a directory that this thread has begun with its common state, and whose data are to come: by
+    whatever strategy. (A thread that a strategy has given up may come to this in the middle of a later save.)
     """
-    saves = [one for one in tuple(at_work.values()) if not (one.is_over or one.has_opened or one.common is None)]
-    return next((one for one in saves if one.storage.location == storage.location), None)
+    here, own = os.getpid(), threading.current_thread()
+    saves: tuple[Commit, ...] = tuple(at_work.values())
+    for one in saves:
+        is_ahead = one.common is not None and not (one.has_opened or one.is_over)
+        if is_ahead and one.owner.pid == here and one.thread is own and one.storage.location == storage.location:
+            return one
+    return None
 
 
 def discard(storage: Storage, files: Iterable[str]) -> None:
@@ -871,22 +885,23 @@ def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = 
         )
 
 
-def write_config(storage: Storage, content: bytes, commit: Commit | None) -> bool:
-    """Write `metadata.json` of the checkpoint that `commit` has published; False if another save has replaced it. None:
-    it is not known who has published. Raises `SaveError`, if `commit` has failed and others have put tensors there.
+def write_config(storage: Storage, content: bytes, commit: Commit | None) -> str:
+    """Write `metadata.json` of the checkpoint that `commit` has published; None: it is not known who has. Returns why
+    it was not written, or nothing. Raises `SaveError` if `commit` has failed and others have put tensors there.
     """
-    if (ahead := begun_ahead(storage)) is not None:  # another strategy has published: the common state comes next to it
-        ahead.place_common()
-        commit = None
-    elif commit is not None and not commit.is_over:  # it comes later
-        commit = None
-    elif commit is not None and commit.was_given_up and commit.common is not None:
-        if identity_in_force(storage) != commit.base:
+    if commit is not None and not commit.is_over:
+        if not commit.has_opened:  # another strategy has published: the common state comes next to that
+            commit.place_common()
+        commit = None  # (else it comes later)
+    elif commit is not None and commit.was_given_up:
+        if identity_in_force(storage) == commit.base:
+            return "nothing was published, since the save has failed in its strategy"
+        if commit.common is not None:
             raise SaveError(
                 f"{storage}: this save failed in its strategy, which went on, and its common state is not there; the "
                 f"{METADATA_FILE} that is there now is of another save. Save again"
             )
-        return False
+        commit = None
     has_config, is_published = run_concurrently(
         storage.asks_at_once,
         partial(_has_config, storage, content),
@@ -894,7 +909,7 @@ def write_config(storage: Storage, content: bytes, commit: Commit | None) -> boo
     )
     if not has_config and is_published:
         storage.publish(CONFIG_FILE, content)
-    return has_config or is_published
+    return "" if has_config or is_published else "another save has the directory by now"
 
 
 def _has_config(storage: Storage, content: bytes) -> bool:

@@ -79,8 +79,8 @@ class MegatronSave:
     distribution: Any = None  # the answer to Megatron's wrapper, by which rank each shard is saved; None: it finds out
     late_error: Exception | None = None  # of `metadata.json`, by the first rank; it is raised on all ranks afterwards
     location: str = ""  # of the directory; none in a callback
-    transaction: SaveTransaction | None = None  # once this package's strategy has begun it
-    commit: Commit | None = None  # on the first rank, once the directory is locked
+    transactions: list[SaveTransaction] = field(default_factory=list)  # that strategies of this package have begun
+    commit: Commit | None = None  # on the first rank, once its directory is locked
     has_come: bool = False  # to an exchange of all ranks, in which they are told what fails on one
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,8 +89,8 @@ class MegatronSave:
 
     def give_up(self) -> None:
         """Leave nothing of it, after an error."""
-        if self.transaction is not None:
-            self.transaction.abort()
+        for transaction in self.transactions:
+            transaction.abort()
         if self.commit is not None:
             self.commit.give_up()
 
@@ -129,13 +129,20 @@ class MegatronLoad:
     asks_for_buckets: bool = False  # a rank asks for the state of a distributed optimizer
     directory: Path = Path()  # what is read
     version: tuple[int, ...] = ()  # its version of `.metadata`
-    common: Mapping[Path, Identity] = field(default_factory=dict)  # of which save it was read, by directory
+    common: Identity | None = None  # which save the common state was read of; None before
+    apart: LoadError | None = None  # tensors were read of another directory, and another save than the common state
     reader: CheckpointReader | None = None  # what has decoded the index for that
     filled_by: CheckpointReader | None = None  # by this a strategy of this package reads; None: another strategy loads
     buckets: BucketedParameters | None = None  # reads parameters of flat buckets, if the model is divided otherwise
     change_common: Callable[[Any], Any] | None = None  # makes of the stored common state the one that Megatron gets
     resume: MegatronResume | None = None  # the call of Megatron-LM's `load_checkpoint` that makes this one
     _is_over: bool = False
+
+    def is_named(self, directory: Path) -> bool:
+        """Whether it is the directory that is read, by whatever path: a strategy may read others, too."""
+        if directory.absolute() == self.directory.absolute():
+            return True
+        return storage_at(directory).location == storage_at(self.directory).location
 
     def sync(self) -> None:
         """Come together ahead of a gather of Megatron's. Raises on all ranks what one has raised before."""
@@ -429,8 +436,8 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
 
 def note_common(directory: Path, source: Identity, reader: CheckpointReader | None = None) -> None:
     """The common state of a directory was read, by that reader if the index was decoded, and is of that save."""
-    if (call := current_load()) is not None:
-        call.common, call.reader = {**call.common, directory.absolute(): source}, reader or call.reader
+    if (call := current_load()) is not None and call.is_named(directory):
+        call.common, call.reader = source, reader or call.reader
 
 
 def opened_reader(directory: Path, options: LoadOptions, known: CheckpointReader | None = None) -> CheckpointReader:
@@ -452,9 +459,11 @@ def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> N
     if call is None:
         if index.manifest is not None and COMMON_FILE in index.manifest.files:
             read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
-    elif (common := call.common.get(directory.absolute(), source)) != source:
-        said = f"the common state was read of {_shown(common)}, the tensors of {_shown(source)}"
-        raise replaced_error(directory, said)
+    elif call.common is not None and call.common != source:
+        said = f"the common state was read of {_shown(call.common)}, the tensors of {_shown(source)}"
+        call.apart = replaced_error(directory, said)
+        if call.is_named(directory):
+            raise call.apart
 
 
 def check_ranks(directory: Path, first_ranks: Mapping[Identity, int]) -> None:

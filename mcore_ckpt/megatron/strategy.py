@@ -203,9 +203,14 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         group = coordination_group(compare_replicas=self.options.compare_replicas)
         transaction = begin_save(sharded_state_dict, request, group, self._structure)
         try:
-            if not transaction.skipped:
+            if call is not None:
+                call.transactions.append(transaction)
+            if transaction.skipped:
+                if call is not None and call.commit is not None and not call.commit.has_opened:
+                    call.commit.give_up()
+            else:
                 if call is not None and call.location == transaction.directory.storage.location:
-                    call.transaction, call.commit = transaction, transaction.directory.target
+                    call.commit = transaction.directory.target
                 self.validated_cache_reuse = transaction.plan.reused
             yield transaction
         except BaseException:
@@ -320,7 +325,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             with self._one_save(directory_to_read(named, self.options) if goes_back else named) as reader:
                 reader.ranks = 1 if call is not None and call.is_distributed else ranks_that_load_here()
                 reader.parameters = None
-                if call is not None and storage_at(call.directory).location == storage_at(reader.path).location:
+                if call is not None and call.is_named(reader.path):
                     call.filled_by, reader.parameters = reader, call.buckets
                 loaded = _load(reader, sharded_state_dict)
             return {identity_of(reader.index.manifest, ()): group.rank}

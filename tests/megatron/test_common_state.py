@@ -113,11 +113,13 @@ def test_a_save_that_a_strategy_finalizes_later_has_its_common_state_with_its_te
 class _Averaged(TorchDistSaveStrategy):
     """A user's, which saves averaged weights next to each checkpoint, and publishes them first or last."""
 
-    is_first = False
+    is_first = fails = False
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *others: Any) -> AsyncRequest:
         weights, place = ShardedTensor.from_rank_offsets("w", torch.ones(3)), Path(f"{checkpoint_dir}/averaged")
         averaged = super().async_save({"w": weights}, place, *others)
+        if self.fails:
+            raise RuntimeError("own error")
         request = super().async_save(sharded_state_dict, checkpoint_dir, *others)
         request.finalize_fns[0 if self.is_first else 1 : 0] = averaged.finalize_fns
         return request
@@ -127,31 +129,34 @@ class _Averaged(TorchDistSaveStrategy):
 def test_a_save_within_the_same_call_into_another_directory_is_one_of_its_own(directory: Path) -> None:
     queue, strategy = AsyncCallsQueue(options=QUIET), _Averaged(options=QUIET)
     for value in range(4):
-        strategy.is_first = value % 2 == 0
+        strategy.is_first, strategy.fails = value % 2 == 0, True
+        with pytest.raises(RuntimeError, match="own error") as kept:
+            dist_checkpointing.save(state(9), str(directory), strategy, async_sharded_save=True)
+        strategy.fails = False
         queue.schedule_async_request(
             dist_checkpointing.save(state(value), str(directory), strategy, async_sharded_save=True)
         )
         queue.maybe_finalize_async_calls(blocking=True)
         assert_holds(directory, value)
         assert read_index(directory / "averaged").tensors["w"].shape == (3,)
+        assert "own error" in str(kept.value)
     queue.close()
 
 
-class _InThread(TorchDistSaveStrategy):
-    """A user's, which looks after its saves."""
-
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(super().save, *args, **kwargs).result(60)
+def _undeleted(storage: LocalStorage, name: str, **_: Any) -> None:
+    raise SaveError(f"{storage}: {name} cannot be deleted, for a test")
 
 
 class _Again(TorchDistSaveStrategy):
     """A user's, which saves a second time where that failed: by this package, or by torch's own writer."""
 
-    by_torch = False
+    by_torch = is_undecided = False
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *others: Any) -> None:
-        failing = mock.patch.object(transaction, "write_in_process", side_effect=SaveError("for a test"))
+        error = SaveError("for a test")
+        failing = mock.patch.object(transaction, "write_in_process", side_effect=error)
+        if self.is_undecided:  # a file system that is away for a moment
+            failing = mock.patch.multiple(LocalStorage, claim=mock.Mock(side_effect=error), delete=_undeleted)
         with failing, pytest.raises(SaveError, match="for a test"):
             super().save(sharded_state_dict, checkpoint_dir, *others)
         if not self.by_torch:
@@ -160,12 +165,38 @@ class _Again(TorchDistSaveStrategy):
         return torch.distributed.checkpoint.save({"w": sharded_state_dict["w"].data}, storage_writer=own)
 
 
+@pytest.mark.skipif(IN_DATA_FILES, reason="there no save begins ahead of its data")
 @launched
-def test_a_save_in_another_thread_or_again_has_the_common_state_of_its_call(directory: Path) -> None:
-    for value, strategy in enumerate((_InThread(options=QUIET), _Again(options=QUIET)) * 2):
-        dist_checkpointing.save(state(value), str(directory), strategy)
-        assert_holds(directory, value)
+def test_a_save_that_has_begun_is_no_other_threads_nor_processes(directory: Path) -> None:
+    """A thread that a strategy has given up may come late; a child is another job; the next save may begin early."""
+    dist_checkpointing.save(state(1), str(directory))
+    next_one: list[Commit] = []
+
+    def refused() -> None:
+        with pytest.raises(SaveError, match=r"begun here in another thread|which is running"):
+            TorchDistSaveStrategy(options=QUIET).save({"w": state(9)["w"]}, directory)
+
+    class Surrounded(TorchDistSaveStrategy):
+        def save(self, *args: Any, **kwargs: Any) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(refused).result(60)
+                in_child(refused)
+                super().save(*args, **kwargs)
+                next_one.append(pool.submit(Commit.begin, LocalStorage(directory), common=b"of the next").result(60))
+
+    dist_checkpointing.save(state(2), str(directory), Surrounded(options=QUIET))
+    assert not next_one[0].is_over
+    assert_holds(directory, 2)
+
+
+@launched
+def test_a_save_that_is_tried_again_has_the_common_state_of_its_call(directory: Path) -> None:
     again = _Again(options=QUIET)
+    for value in range(4):
+        again.is_undecided = value % 2 == 1
+        dist_checkpointing.save(state(value), str(directory), again)
+        assert_holds(directory, value)
+    again.is_undecided = False
     again.by_torch = True
     if IN_DATA_FILES:  # of which torch alone knows nothing
         return
@@ -205,6 +236,16 @@ def skipped(directory: Path) -> None:
     assert dist_checkpointing.save(state(2), str(directory), strategy, async_sharded_save=True).async_fn.skipped
 
 
+def skipped_elsewhere(directory: Path) -> object:
+    class Elsewhere(TorchDistSaveStrategy):
+        def async_save(self, sharded_state_dict: dict[str, Any], _: Any, *others: Any) -> AsyncRequest:
+            return super().async_save(sharded_state_dict, directory.with_name(f"{directory.name}-scratch"), *others)
+
+    transaction.is_busy = lambda *_: True
+    strategy = Elsewhere(options=SaveOptions(when_busy="skip"))
+    return dist_checkpointing.save(state(2), str(directory), strategy, async_sharded_save=True)
+
+
 def without_files(directory: Path) -> None:
     failing = mock.patch.object(transaction, "write_in_process", side_effect=SaveError("for a test"))
     with failing, pytest.raises(SaveError, match="for a test"):
@@ -217,6 +258,7 @@ def without_files(directory: Path) -> None:
         (broken_before_the_sharded_part, True),
         (broken_at_its_end, True),
         (skipped, True),
+        (skipped_elsewhere, True),
         (without_files, False),
     ],
 )

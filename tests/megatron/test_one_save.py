@@ -1,5 +1,6 @@
 """A checkpoint that is replaced while it is loaded: what is loaded is of one save, on all ranks, or is refused."""
 
+import os
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -119,10 +120,21 @@ def test_a_strategy_loads_a_part_from_another_checkpoint(rank: int, tmp_path: Pa
     class OfTwo(TorchDistLoadStrategy):
         def load(self, wanted: Any, path: Any, *args: Any, **others: Any) -> Any:
             of_base = {"shard": wanted.pop("shard")}
-            return {**super().load(wanted, path, *args, **others), **super().load(of_base, base, *args, **others)}
+            found = super().load(of_base, base, *args, **others)
+            return {**super().load(wanted, os.path.realpath(path), *args, **others), **found}
 
+    class OfAnother(TorchDistLoadStrategy):  # as of a copy that is of an older save
+        def load(self, wanted: Any, path: Any, *args: Any, **others: Any) -> Any:
+            return super().load(wanted, base, *args, **others)
+
+    named = tmp_path / "named"
+    if rank == 0:
+        named.symlink_to(adapter)
+    dist.barrier()
+    with pytest.raises(LoadError, match="was replaced by another save while it was loaded"):
+        dist_checkpointing.load(state(0), str(named), OfAnother())
     with in_progress(MegatronResume()) as resume:
-        loaded = dist_checkpointing.load(state(0), adapter, OfTwo())
+        loaded = dist_checkpointing.load(state(0), str(named), OfTwo())
     assert torch.equal(loaded.pop("shard"), state(1)["shard"].data)
     check({**loaded, "shard": state(2)["shard"].data}, 2)
     assert resume.load is not None
