@@ -889,14 +889,16 @@ def write_config(storage: Storage, content: bytes, commit: Commit | None) -> str
     """Write `metadata.json` of the checkpoint that `commit` has published; None: it is not known who has. Returns why
     it was not written, or nothing. Raises `SaveError` if `commit` has failed and others have put tensors there.
     """
-    if commit is not None and not commit.is_over:
-        if not commit.has_opened:  # another strategy has published: the common state comes next to that
+    if commit is not None and commit.has_opened and not commit.is_over:  # it comes later
+        commit = None
+    elif commit is not None and (commit.was_given_up or not commit.is_over):
+        is_new = identity_in_force(storage) != commit.base
+        if not commit.is_over and (is_new or commit.base is None):  # of another strategy, which may need no .metadata
             commit.place_common()
-        commit = None  # (else it comes later)
-    elif commit is not None and commit.was_given_up:
-        if identity_in_force(storage) == commit.base:
-            return "nothing was published, since the save has failed in its strategy"
-        if commit.common is not None:
+        elif not is_new:
+            commit.give_up()
+            return "its strategy has published nothing"
+        elif commit.common is not None:
             raise SaveError(
                 f"{storage}: this save failed in its strategy, which went on, and its common state is not there; the "
                 f"{METADATA_FILE} that is there now is of another save. Save again"

@@ -246,6 +246,14 @@ def skipped_elsewhere(directory: Path) -> object:
     return dist_checkpointing.save(state(2), str(directory), strategy, async_sharded_save=True)
 
 
+def saved_by_nobody(directory: Path) -> None:
+    class Silent(TorchDistSaveStrategy):
+        def save(self, *_: Any, **__: Any) -> None:
+            pass
+
+    dist_checkpointing.save(state(2), str(directory), Silent(options=QUIET))
+
+
 def without_files(directory: Path) -> None:
     failing = mock.patch.object(transaction, "write_in_process", side_effect=SaveError("for a test"))
     with failing, pytest.raises(SaveError, match="for a test"):
@@ -259,6 +267,7 @@ def without_files(directory: Path) -> None:
         (broken_at_its_end, True),
         (skipped, True),
         (skipped_elsewhere, True),
+        (saved_by_nobody, True),
         (without_files, False),
     ],
 )

@@ -19,6 +19,7 @@ import os
 import re
 import signal
 import sys
+import time
 import types
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
@@ -52,20 +53,12 @@ def _pretend_cuda() -> None:
     spec.loader.exec_module(support)
     support.pretend_cuda()
     _keep_generator_from_data_loader()
-    atexit.register(_end_process_groups)
+    # A thread of gloo, which stands in for NCCL, may still drop tensors of Megatron's last all-gather when a process ends
+    # 7 ms behind it, and torch aborts then (pytorch/pytorch#190489). Stock's takes as long as this to end.
+    atexit.register(time.sleep, 1)
     extension = types.ModuleType("megatron.core.datasets.helpers_cpp")
     vars(extension).update(build_sample_idx_int32=_sample_index, build_sample_idx_int64=_sample_index)
     sys.modules[extension.__name__] = extension
-
-
-def _end_process_groups() -> None:
-    """A thread of gloo, which stands in for NCCL, still drops the tensors of Megatron's last all-gather when a process
-    ends 7 ms behind it, and torch aborts then (pytorch/pytorch#190489). Stock's process takes a second longer to end.
-    """
-    from torch import distributed
-
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def _keep_generator_from_data_loader() -> None:
