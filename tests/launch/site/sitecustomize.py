@@ -53,8 +53,8 @@ def _pretend_cuda() -> None:
     spec.loader.exec_module(support)
     support.pretend_cuda()
     _keep_generator_from_data_loader()
-    # A thread of gloo, which stands in for NCCL, may still drop tensors of Megatron's last all-gather when a process ends
-    # 7 ms behind it, and torch aborts then (pytorch/pytorch#190489). Stock's takes as long as this to end.
+    # A thread of gloo, here in the place of NCCL, may still drop tensors of Megatron's last all-gather when a process
+    # ends 7 ms behind it, and torch aborts then (pytorch/pytorch#190489). Stock's takes as long as this to end.
     atexit.register(time.sleep, 1)
     extension = types.ModuleType("megatron.core.datasets.helpers_cpp")
     vars(extension).update(build_sample_idx_int32=_sample_index, build_sample_idx_int64=_sample_index)
