@@ -885,9 +885,9 @@ def check_files(commit: Commit, planned: Mapping[str, int], *, at_least: bool = 
         )
 
 
-def write_config(storage: Storage, content: bytes, commit: Commit | None) -> str:
-    """Write `metadata.json` of the checkpoint that `commit` has published; None: it is not known who has. Returns why
-    it was not written, or nothing. Raises `SaveError` if `commit` has failed and others have put tensors there.
+def write_config(storage: Storage, content: bytes, commit: Commit | None) -> bool:
+    """Write `metadata.json` of the checkpoint that `commit` has published; False if another save has replaced it. None:
+    it is not known who has published. Raises `SaveError` if the strategy of `commit` has left nothing to go with it.
     """
     if commit is not None and commit.has_opened and not commit.is_over:  # it comes later
         commit = None
@@ -895,13 +895,11 @@ def write_config(storage: Storage, content: bytes, commit: Commit | None) -> str
         is_new = identity_in_force(storage) != commit.base
         if not commit.is_over and (is_new or commit.base is None):  # of another strategy, which may need no .metadata
             commit.place_common()
-        elif not is_new:
+        elif commit.common is not None or not is_new:
             commit.give_up()
-            return "its strategy has published nothing"
-        elif commit.common is not None:
             raise SaveError(
-                f"{storage}: this save failed in its strategy, which went on, and its common state is not there; the "
-                f"{METADATA_FILE} that is there now is of another save. Save again"
+                f"{storage}: when Megatron's save ended, its strategy had published nothing here that its common state "
+                f"could go with; {METADATA_FILE}, if there is one, is of another save. Save into a new directory"
             )
         commit = None
     has_config, is_published = run_concurrently(
@@ -911,7 +909,7 @@ def write_config(storage: Storage, content: bytes, commit: Commit | None) -> str
     )
     if not has_config and is_published:
         storage.publish(CONFIG_FILE, content)
-    return "" if has_config or is_published else "another save has the directory by now"
+    return has_config or is_published
 
 
 def _has_config(storage: Storage, content: bytes) -> bool:

@@ -130,19 +130,12 @@ class MegatronLoad:
     directory: Path = Path()  # what is read
     version: tuple[int, ...] = ()  # its version of `.metadata`
     common: Identity | None = None  # which save the common state was read of; None before
-    apart: LoadError | None = None  # tensors were read of another directory, and another save than the common state
     reader: CheckpointReader | None = None  # what has decoded the index for that
     filled_by: CheckpointReader | None = None  # by this a strategy of this package reads; None: another strategy loads
     buckets: BucketedParameters | None = None  # reads parameters of flat buckets, if the model is divided otherwise
     change_common: Callable[[Any], Any] | None = None  # makes of the stored common state the one that Megatron gets
     resume: MegatronResume | None = None  # the call of Megatron-LM's `load_checkpoint` that makes this one
     _is_over: bool = False
-
-    def is_named(self, directory: Path) -> bool:
-        """Whether it is the directory that is read, by whatever path: a strategy may read others, too."""
-        if directory.absolute() == self.directory.absolute():
-            return True
-        return storage_at(directory).location == storage_at(self.directory).location
 
     def sync(self) -> None:
         """Come together ahead of a gather of Megatron's. Raises on all ranks what one has raised before."""
@@ -435,8 +428,8 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
 
 
 def note_common(directory: Path, source: Identity, reader: CheckpointReader | None = None) -> None:
-    """The common state of a directory was read, by that reader if the index was decoded, and is of that save."""
-    if (call := current_load()) is not None and call.is_named(directory):
+    """The common state was read, by that reader if the index was decoded, and is of that save."""
+    if (call := current_load()) is not None and directory.absolute() == call.directory.absolute():
         call.common, call.reader = source, reader or call.reader
 
 
@@ -461,9 +454,12 @@ def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> N
             read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
     elif call.common is not None and call.common != source:
         said = f"the common state was read of {_shown(call.common)}, the tensors of {_shown(source)}"
-        call.apart = replaced_error(directory, said)
-        if call.is_named(directory):
-            raise call.apart
+        named = call.directory
+        if directory.absolute() != named.absolute():
+            if not call.common:  # no `.metadata` is there: the strategy keeps the tensors elsewhere
+                return
+            raise LoadError(f"{directory}: {said}, by a strategy that loads from {named}: one load is of one save")
+        raise replaced_error(directory, said)
 
 
 def check_ranks(directory: Path, first_ranks: Mapping[Identity, int]) -> None:

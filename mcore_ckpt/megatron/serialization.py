@@ -149,14 +149,14 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write `metadata.json` of a published checkpoint, by a rename; not where another save has published since."""
     call, storage = current_save(), storage_at(checkpoint_dir)
     try:
-        why = write_config(storage, json.dumps(asdict(config)).encode(), None if call is None else call.commit)
+        written = write_config(storage, json.dumps(asdict(config)).encode(), None if call is None else call.commit)
     except Exception as error:
         if call is None:
             raise
         call.late_error = error
         return
-    if why:
-        _logger.warning("%s: %s; %s stays as it is", storage, why, CONFIG_FILE)
+    if not written:
+        _logger.warning("%s: another save has the directory by now; %s stays as it is", storage, CONFIG_FILE)
 
 
 def _finalize(call: MegatronSave, callback: Callable[[], Any]) -> None:
@@ -314,10 +314,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
                         from mcore_ckpt.megatron.other_division import under_this_division  # (few loads do)
 
                         state = under_this_division(state, call)
-                    loaded = stock(state, read_directory, *args, **kwargs)
-                    if call.apart is not None and call.filled_by is None:  # none of what is named
-                        raise call.apart
-                    return loaded
+                    return stock(state, read_directory, *args, **kwargs)
 
             if not goes_back:
                 return read(checkpoint_dir)

@@ -324,9 +324,9 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             goes_back = self.options.on_damaged == "go_back"
             with self._one_save(directory_to_read(named, self.options) if goes_back else named) as reader:
                 reader.ranks = 1 if call is not None and call.is_distributed else ranks_that_load_here()
-                reader.parameters = None
-                if call is not None and call.is_named(reader.path):
-                    call.filled_by, reader.parameters = reader, call.buckets
+                reader.parameters = None if call is None else call.buckets
+                if call is not None:
+                    call.filled_by = reader
                 loaded = _load(reader, sharded_state_dict)
             return {identity_of(reader.index.manifest, ()): group.rank}
 

@@ -144,8 +144,8 @@ def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path
     stock = data_file_name(0, 0)
     (tmp_path / stock).write_bytes(b"data")
     (tmp_path / METADATA_FILE).write_bytes(metadata(stock))
-    assert write_config(storage, b"{}", commit) == ""
-    assert write_config(storage, b"{}", None) == ""
+    assert write_config(storage, b"{}", commit)
+    assert write_config(storage, b"{}", None)
     assert names(tmp_path) == {first, stock, METADATA_FILE, COMMON_FILE, CONFIG_FILE}
     assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
     last = save(tmp_path)
