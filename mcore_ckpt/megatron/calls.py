@@ -456,8 +456,6 @@ def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> N
         said = f"the common state was read of {_shown(call.common)}, the tensors of {_shown(source)}"
         named = call.directory
         if directory.absolute() != named.absolute():
-            if not call.common:  # no `.metadata` is there: the strategy keeps the tensors elsewhere
-                return
             raise LoadError(f"{directory}: {said}, by a strategy that loads from {named}: one load is of one save")
         raise replaced_error(directory, said)
 
